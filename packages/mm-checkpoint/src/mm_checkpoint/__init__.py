@@ -1,0 +1,1 @@
+"""Read, convert, shard, save and resume model weights in Hugging Face, diffusers and DCP form."""

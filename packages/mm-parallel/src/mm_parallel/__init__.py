@@ -1,0 +1,1 @@
+"""FSDP2/HSDP by name patterns, context parallelism, recompute and activation offload for any torch module."""

@@ -1,0 +1,1 @@
+"""A training engine for generative models made of heterogeneous sub-models."""
