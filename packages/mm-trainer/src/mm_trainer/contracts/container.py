@@ -1,0 +1,133 @@
+"""`ModelContainer`: owns the components' lifecycle and delegates the data flow to a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from mm_trainer.contracts.model import BaseModel, Tokenizer
+from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+
+
+class ModelContainer(nn.Module):
+    """Base class of containers; registered under the entry-point group ``mm_trainer.containers``.
+
+    Components are plain attributes, so module names are flat (``predictor.blocks.0``) and patterns of the
+    configuration match them directly.
+
+    A subclass must declare :attr:`checkpoint_submodels`; it may declare :attr:`Options` and :attr:`pipeline_id`.
+    """
+
+    Options: ClassVar[type[Options]] = NoOptions
+    checkpoint_submodels: tuple[str, ...]
+    """Components whose weights go into a checkpoint: all that are trained."""
+    pipeline_id: ClassVar[str | None] = None
+    """Name in the entry-point group ``mm_trainer.pipelines``; ``model.pipeline`` of the configuration overrides it."""
+
+    def __init__(
+        self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None
+    ) -> None:
+        super().__init__()
+        for name, component in components.items():
+            setattr(self, name, component)
+        self._component_names = tuple(components)
+        self.pipeline = pipeline
+        if not hasattr(type(self), "checkpoint_submodels"):
+            raise TypeError(f"{type(self).__qualname__} must declare checkpoint_submodels")
+        unknown = [name for name in self.checkpoint_submodels if name not in components]
+        if unknown:
+            raise ValueError(
+                f"{type(self).__qualname__} checkpoints {unknown}, but is built from {sorted(components)}"
+            )
+
+    @classmethod
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
+        """Check what only this container can know (roles present, task known); raise `ConfigError`."""
+
+    def get_sub_models(self) -> dict[str, BaseModel]:
+        """Name → component, in the order of the configuration."""
+        return {name: getattr(self, name) for name in self._component_names}
+
+    def fully_shard(self) -> bool:
+        """True: the container itself is not wrapped; every sub-model becomes an FSDP root of its own."""
+        return True
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the components that have something to train; frozen ones stay in eval (their dropout stays off)."""
+        self.training = mode
+        for component in self.get_sub_models().values():
+            component.train(mode and any(p.requires_grad for p in component.parameters()))
+        return self
+
+    def forward(self, **batch: Any) -> ModelOutput:
+        """Delegate to the pipeline."""
+        if self.pipeline is None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} has no pipeline and doesn't override forward"
+            )
+        return self.pipeline.forward(self, **batch)
+
+    def sample(self, requests: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Generate clips; optional."""
+        raise NotImplementedError(f"{type(self).__qualname__} can't sample")
+
+    def input_spec(self) -> InputSpec:
+        """What the components, chained, ask of a clip."""
+        return InputSpec.merge(component.input_spec() for component in self.get_sub_models().values())
+
+    @classmethod
+    def build_tokenizer(cls, component_classes: Mapping[str, type[BaseModel]], path: str) -> Tokenizer | None:
+        """The tokenise step of the one component that has one."""
+        found = [t for t in (c.build_tokenizer(path) for c in component_classes.values()) if t is not None]
+        if len(found) > 1:
+            raise TypeError(f"{cls.__qualname__}: several components tokenise; override build_tokenizer")
+        return found[0] if found else None
+
+    # --- gradient synchronisation (assumption 2 of the engine) ----------------------------------------------------
+
+    def set_is_last_backward(self, value: bool) -> None:
+        set_is_last_backward(self, value)
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        set_requires_gradient_sync(self, value)
+
+    def set_requires_all_reduce(self, value: bool) -> None:
+        set_requires_all_reduce(self, value)
+
+    # --- checkpoint (assumption 3 of the engine) --------------------------------------------------------------------
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """State of the checkpointed components only, under ``prefix + component + "."``."""
+        state: dict[str, Any] = {} if destination is None else destination
+        for name in self.checkpoint_submodels:
+            getattr(self, name).state_dict(destination=state, prefix=f"{prefix}{name}.", keep_vars=keep_vars)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Hand each component its part by prefix.
+
+        Returns:
+            the missing and unexpected keys, with their full names; raises RuntimeError if strict and there are any.
+        """
+        missing: list[str] = []
+        unexpected = [k for k in state_dict if k.split(".", 1)[0] not in self.checkpoint_submodels]
+        for name in self.checkpoint_submodels:
+            part = {k[len(name) + 1 :]: v for k, v in state_dict.items() if k.startswith(f"{name}.")}
+            result = getattr(self, name).load_state_dict(part, strict=False, assign=assign)
+            missing += [f"{name}.{k}" for k in result.missing_keys]
+            unexpected += [f"{name}.{k}" for k in result.unexpected_keys]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"state dict doesn't fit {type(self).__qualname__}: {len(missing)} missing {missing[:5]}, "
+                f"{len(unexpected)} unexpected {unexpected[:5]}"
+            )
+        return _IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,163 @@
+"""`BaseModel`: what a sub-model must offer to be built, loaded, sharded and trained."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
+from mm_parallel import ContextParallel, KeyedInitializer
+from torch import Tensor, nn
+
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+from mm_trainer.errors import ConfigError
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Tokenizer = Callable[[Sequence[str]], dict[str, Tensor]]
+"""Picklable (it travels to data workers): prompts → ``{"prompt_ids": (B, L) int64, "prompt_mask": (B, L) int64}``."""
+
+
+class BaseModel(nn.Module):
+    """Base class of every sub-model; registered under the entry-point group ``mm_trainer.models``.
+
+    The framework calls, in this order (see [Note: build order] in `mm_trainer.hub`):
+
+    1. :meth:`from_config` with parameters on meta, or :meth:`from_pretrained` where ``meta_init: false``;
+    2. ``requires_grad_`` / ``eval`` as ``freeze`` says, recompute and offload, FSDP2, materialisation — not by the model;
+    3. :meth:`setup_weights` with the resolved source, or :meth:`init_weights` if no source is named;
+    4. :meth:`post_load`.
+
+    A forward casts its floating inputs to ``weight.dtype`` inside the unit that owns the weight, since FSDP2 is told
+    not to (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well).
+    """
+
+    Options: ClassVar[type[Options]] = NoOptions
+    key_map: ClassVar[str | None] = None
+    """Name of the registered key map between weight files and this model's own names; None: the names are equal."""
+    architectures: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named shapes for ``architecture: NAME``, each written like the ``config.json`` of a weight folder."""
+
+    context_parallel: ContextParallel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context_parallel = ContextParallel.single()
+
+    # --- building -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, spec: ModelSpec) -> Self:
+        """Build the structure only; called with parameters going to meta. Shapes: :meth:`read_architecture`."""
+        raise NotImplementedError(f"{cls.__qualname__} doesn't implement from_config")
+
+    @classmethod
+    def from_pretrained(cls, spec: ModelSpec) -> Self:
+        """Build with real memory and load the weights (``meta_init: false``); opens the weight folder once."""
+        model = cls.from_config(spec).to(DTYPES[spec.dtype])
+        source = resolve_source(spec.source)
+        if source is None:
+            raise ConfigError(
+                f"{cls.__name__} is built with meta_init: false, which loads weights, but no source is named",
+                key=f"model.models.{spec.name}.from_pretrained",
+            )
+        model.setup_weights(source, allow_missing=spec.source.allow_missing)
+        return model
+
+    @classmethod
+    def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
+        """The model's shapes as written in a ``config.json``: from the weight folder, else from ``architecture``.
+
+        Raises:
+            ConfigError: neither is there, the name is unknown, or both are there and disagree.
+        """
+        where = f"model.models.{spec.name}.architecture"
+        named: dict[str, Any] | None = None
+        if isinstance(spec.architecture, str):
+            if spec.architecture not in cls.architectures:
+                known = ", ".join(sorted(cls.architectures)) or "none"
+                raise ConfigError(
+                    f"unknown architecture {spec.architecture!r}; {cls.__name__} knows: {known}", key=where
+                )
+            named = dict(cls.architectures[spec.architecture])
+        elif spec.architecture is not None:
+            named = dict(spec.architecture)
+        source = resolve_source(spec.source)
+        on_disk = source.config if source is not None else None
+        if on_disk is None:
+            if named is None:
+                raise ConfigError(
+                    f"no shapes for {spec.name}: no weight folder with a config.json is readable and no architecture is given",
+                    key=where,
+                )
+            return named
+        differing = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk and on_disk[k] != v}
+        if differing:
+            listed = ", ".join(
+                f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items()
+            )
+            raise ConfigError(f"architecture disagrees with the weight folder {source}: {listed}", key=where)
+        return on_disk
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def weight_root(self) -> nn.Module:
+        """The module whose parameter names (through the key map) are those of the weight file; a wrapper returns the
+        wrapped model."""
+        return self
+
+    def setup_weights(self, source: WeightSource, *, allow_missing: Sequence[str] = ()) -> LoadReport:
+        """Stream ``source`` into the (possibly sharded) parameters, then :meth:`post_load`.
+
+        Every persistent parameter and buffer comes from the source, except ``allow_missing`` and ties; anything else
+        missing raises `mm_checkpoint.CheckpointError`.
+        """
+        key_map = get_key_map(self.key_map) if self.key_map is not None else None
+        report = load_weights(self.weight_root(), source, key_map=key_map, allow_missing=tuple(allow_missing))
+        self.post_load()
+        return report
+
+    def post_load(self) -> None:
+        """Hook after weights were loaded or initialised (re-tie parameters, rebuild tables)."""
+
+    def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
+        """Initialise for training from scratch, every parameter by ``init`` with key ``prefix + name``.
+
+        The values depend on (seed, key) alone, never on the sharding. The default refuses: a model without an
+        initialisation rule can't be trained from scratch.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no rule for training from scratch: name a weight source"
+        )
+
+    # --- what data, metrics and the parallel layer ask ------------------------------------------------------------
+
+    @abstractmethod
+    def input_spec(self) -> InputSpec:
+        """This model's part of the rules for its input."""
+        raise NotImplementedError(f"{type(self).__qualname__} doesn't implement input_spec")
+
+    def flops(self, shape: Sequence[int]) -> int:
+        """Floating-point operations of one forward of one sample, multiply and add counted as two.
+
+        Args:
+            shape: the sample's shape as this model's input has it, without the batch dim (a diffusion transformer:
+                ``(C, F, H, W)`` of the latents).
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} counts no FLOPs")
+
+    def set_context_parallel(self, context_parallel: ContextParallel) -> None:
+        """Take the object that splits, gathers and attends over a sequence. Models that hold no sequence ignore it."""
+        self.context_parallel = context_parallel
+
+    @classmethod
+    def build_tokenizer(cls, path: str) -> Tokenizer | None:
+        """The tokenise step of a text encoder, reference cleaning included; None for every other model.
+
+        Args:
+            path: the tokenizer's folder.
+        """
+        return None

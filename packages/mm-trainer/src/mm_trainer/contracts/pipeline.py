@@ -1,0 +1,107 @@
+"""`GenerativePipeline`: the data flow between the components of a container, in four stages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from mm_trainer.contracts.model import BaseModel
+from mm_trainer.contracts.spec import Options
+
+if TYPE_CHECKING:
+    from mm_trainer.contracts.container import ModelContainer
+
+Batch = Mapping[str, Any]
+Conditions = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """Detached per-sample figures for the logs."""
+
+    loss: Tensor
+    """(B,) float32, weighted like the batch loss."""
+    sigma: Tensor
+    """(B,) float32 in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What `TrainEngine` needs of a forward."""
+
+    loss: Tensor
+    """0-dim float32: the mean over the micro-batch."""
+    per_sample: PerSample | None = None
+
+
+@dataclass(frozen=True)
+class NoisedInputs:
+    """What goes from noising to prediction and loss."""
+
+    noised: Tensor
+    """(B, C, F, H, W) float32: x_σ = (1 − σ)·x0 + σ·ε."""
+    target: Tensor
+    """(B, C, F, H, W) float32: ε − x0."""
+    sigma: Tensor
+    """(B,) float32."""
+    timestep: Tensor
+    """(B,) or (B, tokens) float32, 1000·σ; never rounded to a lower precision."""
+    weight: Tensor
+    """(B,) float32: the loss weight w(t)."""
+    conditions: Conditions
+    """What `prepare_conditions` returned."""
+
+
+class GenerativePipeline(ABC):
+    """Owns data flow, not components: a plain object that the container delegates its forward to.
+
+    Components are called through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn
+    from ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
+    """
+
+    @classmethod
+    @abstractmethod
+    def build(
+        cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int
+    ) -> Self:
+        """Make the pipeline for built components (maybe on meta: read their attributes, not their values).
+
+        Args:
+            options: the container's options, as validated.
+            components: name → sub-model.
+            task: ``model.task`` of the configuration.
+            seed: ``training.seed``.
+        """
+
+    @abstractmethod
+    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
+        """Run the frozen encoders, without gradient. Several micro-batches may come stacked as one (condition
+        batching), so every entry returned has the batch dim first and no row depends on another."""
+
+    @abstractmethod
+    def noising(self, container: ModelContainer, conditions: Conditions, batch: Batch) -> NoisedInputs:
+        """Draw σ and ε per sample and mix them into the latents."""
+
+    @abstractmethod
+    def predict(self, container: ModelContainer, inputs: NoisedInputs) -> Tensor:
+        """Run the trained model; returns a tensor shaped like ``inputs.target``."""
+
+    @abstractmethod
+    def compute_loss(self, prediction: Tensor, inputs: NoisedInputs) -> ModelOutput:
+        """Reduce prediction and target to the loss, in float32."""
+
+    def forward(self, container: ModelContainer, **batch: Any) -> ModelOutput:
+        """The four stages in order; conditions that condition batching already made are used as they are."""
+        conditions = batch.get("conditions")
+        if conditions is None:
+            conditions = self.prepare_conditions(container, batch)
+        inputs = self.noising(container, conditions, batch)
+        return self.compute_loss(self.predict(container, inputs), inputs)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values printed at start and stored in the checkpoint's manifest (schedule preset and its numbers)."""
+        return {}

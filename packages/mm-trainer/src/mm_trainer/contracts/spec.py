@@ -1,0 +1,87 @@
+"""What passes between the configuration and the models. Free of torch, so that `check` can read it early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mm_checkpoint.config import WeightSourceConfig
+from pydantic import BaseModel as PydanticModel
+from pydantic import ConfigDict
+
+
+class Options(PydanticModel):
+    """Base of a plugin's own configuration class: strict and frozen.
+
+    A model or container class names its subclass in the class attribute ``Options``; the keys of the YAML section that
+    the framework doesn't know are validated by it, so an unknown key is refused with its line like any other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoOptions(Options):
+    """For models and containers that add no key of their own."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What one model asks of a clip before it can be fed to it; a container's is the merge of its components'.
+
+    A clip of ``frames`` × ``height`` × ``width`` pixels fits if ``frames = frame_stride·k + 1`` and both sides are
+    multiples of ``spatial_multiple``.
+    """
+
+    frame_stride: int = 1
+    """Pixel frames per latent frame after the first; 1 for a model that has no frame rule."""
+    spatial_multiple: int = 1
+    """Height and width must be multiples of this many pixels."""
+    text_length: int | None = None
+    """Tokens that a prompt is padded or cut to."""
+    channels: int | None = None
+    """Channels of the model's input (latent channels of a diffusion transformer, 3 of a VAE)."""
+
+    @classmethod
+    def merge(cls, specs: Iterable[InputSpec]) -> InputSpec:
+        """Chain the models of one container: strides and multiples multiply, the text length is the one stated.
+
+        Strides multiply because the models work on each other's output: a VAE of stride 8 in front of a transformer
+        with patches of 2 asks for multiples of 16 pixels.
+        """
+        frame_stride, spatial_multiple, text_length = 1, 1, None
+        for spec in specs:
+            frame_stride *= spec.frame_stride
+            spatial_multiple *= spec.spatial_multiple
+            if spec.text_length is not None:
+                if text_length not in (None, spec.text_length):
+                    raise ValueError(
+                        f"two models ask for different text lengths: {text_length} and {spec.text_length}"
+                    )
+                text_length = spec.text_length
+        return cls(frame_stride=frame_stride, spatial_multiple=spatial_multiple, text_length=text_length)
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Length of the token sequence that a clip of this many pixels becomes."""
+        latent_frames = (frames - 1) // self.frame_stride + 1
+        return latent_frames * (height // self.spatial_multiple) * (width // self.spatial_multiple)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One sub-model as the configuration describes it, every default settled."""
+
+    name: str
+    """Name of the component in its container (``predictor``), or ``model`` on the single-model path."""
+    model_id: str
+    source: WeightSourceConfig
+    dtype: str = "fp32"
+    """dtype of the stored parameters: fp32, bf16 or fp16. The compute dtype is the FSDP plan's."""
+    meta_init: bool = True
+    freeze: bool | tuple[str, ...] = False
+    architecture: str | Mapping[str, Any] | None = None
+    attn_implementation: str | None = None
+    skip_to_device: bool = False
+    task: str | None = None
+    options: Options = field(default_factory=NoOptions)
+    """Instance of the model class's ``Options``: the keys only this model knows."""

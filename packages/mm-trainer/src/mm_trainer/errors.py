@@ -1,0 +1,71 @@
+"""The exceptions of mm-trainer.
+
+TrainerError                 anything this package raises on purpose
+├── InputError               the user's input is at fault: exit code 2, one message, no traceback
+│   ├── ConfigError          a value of the configuration, with file, line and dotted key
+│   ├── PluginError          an entry point that is unknown, claimed twice, or fails to import
+│   └── DataError            a data set that can't be used
+├── BadSample                one sample that can't be used; replaced or fatal, as configured
+└── TrainingFault            the run itself went wrong (NaN loss, ranks that disagree)
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class InputError(TrainerError):
+    """The user's input is at fault; the message is complete without a traceback."""
+
+
+class ConfigError(InputError):
+    """A value of the configuration is wrong.
+
+    Args:
+        message: what is wrong, what was allowed and what was got.
+        key: dotted key (``training.lr``), if one is to blame.
+        file: the YAML file, filled in by the loader if the raiser doesn't know it.
+        line: 1-based line in that file.
+    """
+
+    def __init__(
+        self, message: str, *, key: str | None = None, file: str | None = None, line: int | None = None
+    ):
+        super().__init__(message)
+        self.message, self.key, self.file, self.line = message, key, file, line
+
+    def __str__(self) -> str:
+        where = (
+            f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
+        )
+        return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+
+
+class PluginError(InputError):
+    """An entry point that is unknown, claimed by two distributions, or whose target fails to import."""
+
+
+class DataError(InputError):
+    """A data set that can't be used."""
+
+
+class BadSample(TrainerError):
+    """One sample can't be used.
+
+    Args:
+        where: the file, and the row of the metadata if there is one.
+        reason: why, in a few words.
+    """
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason = where, reason
+
+    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
+        return type(self), (self.where, self.reason)  # it crosses from data workers by pickle
+
+
+class TrainingFault(TrainerError):
+    """The run itself went wrong."""

@@ -1,0 +1,1 @@
+"""Pipelines that model families reuse: flow matching and its noise schedules."""

@@ -1,0 +1,136 @@
+"""`FlowMatchPipeline`: flow matching over the roles ``ae``, ``text_encoder`` and ``predictor``.
+
+x_σ = (1 − σ)·x0 + σ·ε, target v = ε − x0, timestep t = 1000·σ, loss = mean((pred − v)²)·w per sample, then the mean
+over samples (Lipman et al., "Flow Matching for Generative Modeling", 2023; rectified-flow form of Liu et al., 2023).
+Noise, x_σ, v and the loss are float32 whatever the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from mm_trainer.contracts.model import BaseModel
+from mm_trainer.contracts.pipeline import (
+    Batch,
+    Conditions,
+    GenerativePipeline,
+    ModelOutput,
+    NoisedInputs,
+    PerSample,
+)
+from mm_trainer.contracts.spec import Options
+from mm_trainer.pipelines.schedule import ContinuousSchedule, NoiseLevel, NoiseRange, NoiseSchedule
+from mm_trainer.randomness import keyed_normal, keyed_uniform
+
+if TYPE_CHECKING:
+    from mm_trainer.contracts.container import ModelContainer
+
+TIMESTEP_SCALE = 1000.0
+
+
+class SchedulerOptions(Options):
+    """``model.scheduler`` of a container that uses this pipeline as it is."""
+
+    preset: Literal["uniform", "logit_normal"] = "uniform"
+    shift: float = Field(default=1.0, gt=0)
+    mean: float = 0.0
+    std: float = Field(default=1.0, gt=0)
+
+
+class FlowMatchOptions(Options):
+    """Container options that `FlowMatchPipeline.build` understands."""
+
+    scheduler: SchedulerOptions = SchedulerOptions()
+    noise_range: NoiseRange = (0.0, 1.0)
+
+
+class FlowMatchPipeline(GenerativePipeline):
+    """Text-to-video flow matching; a model family specialises the stages it does differently.
+
+    The container must have the components
+
+    - ``ae``: ``ae(video (B, 3, F, H, W) in [−1, 1]) → latents (B, C, f, h, w)``, normalised;
+    - ``text_encoder``: ``text_encoder(prompt_ids (B, L), prompt_mask (B, L)) → (B, L, D)``, zero past the prompt;
+    - ``predictor``: ``predictor(noised, timestep (B,), context) → (B, C, f, h, w)`` in float32.
+
+    Args:
+        schedule: distribution and weights of σ.
+        seed: the run's seed, of which all noise is a function.
+    """
+
+    predictor_role = "predictor"
+
+    def __init__(self, schedule: NoiseSchedule, *, seed: int) -> None:
+        self.schedule = schedule
+        self.seed = seed
+
+    @classmethod
+    def build(
+        cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int
+    ) -> Self:
+        if not isinstance(options, FlowMatchOptions):
+            raise TypeError(
+                f"{cls.__qualname__} needs container options derived from FlowMatchOptions, got {type(options)}"
+            )
+        scheduler = options.scheduler
+        schedule = ContinuousSchedule(
+            scheduler.preset,
+            shift=scheduler.shift,
+            mean=scheduler.mean,
+            std=scheduler.std,
+            noise_range=options.noise_range,
+        )
+        return cls(schedule, seed=seed)
+
+    @torch.no_grad()
+    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
+        components = container.get_sub_models()
+        latents = components["ae"](batch["video"])
+        context = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
+        return {"latents": latents, "context": context}
+
+    def noise_level(self, batch: Batch) -> NoiseLevel:
+        """σ and weight of every sample: at its fixed quantile if the batch states one, else at a keyed draw."""
+        quantile = batch.get("quantile")
+        if quantile is None:
+            quantile = keyed_uniform(self.seed, "sigma", batch["sample_key"])
+        return self.schedule.at(quantile.cpu())
+
+    def noising(self, container: ModelContainer, conditions: Conditions, batch: Batch) -> NoisedInputs:
+        clean = conditions["latents"].float()
+        level = self.noise_level(batch)
+        noise = keyed_normal(self.seed, "noise", batch["sample_key"], clean.shape[1:]).to(clean.device)
+        sigma = level.sigma.to(clean.device)
+        mix = sigma.view(-1, *[1] * (clean.dim() - 1))
+        return NoisedInputs(
+            noised=(1 - mix) * clean + mix * noise,
+            target=noise - clean,
+            sigma=sigma,
+            timestep=TIMESTEP_SCALE * sigma,
+            weight=level.weight.to(clean.device),
+            conditions=conditions,
+        )
+
+    def predict(self, container: ModelContainer, inputs: NoisedInputs) -> Tensor:
+        predictor = container.get_sub_models()[self.predictor_role]
+        prediction: Tensor = predictor(inputs.noised, inputs.timestep, inputs.conditions["context"])
+        return prediction
+
+    def compute_loss(self, prediction: Tensor, inputs: NoisedInputs) -> ModelOutput:
+        if prediction.shape != inputs.target.shape:
+            raise ValueError(
+                f"the prediction is {tuple(prediction.shape)}, its target {tuple(inputs.target.shape)}; they must be equal"
+            )
+        per_sample = (prediction.float() - inputs.target).square().flatten(1).mean(1) * inputs.weight
+        return ModelOutput(
+            loss=per_sample.mean(),
+            per_sample=PerSample(loss=per_sample.detach(), sigma=inputs.sigma.detach()),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return self.schedule.describe()

@@ -1,0 +1,51 @@
+"""Randomness that belongs to the sample: every draw is keyed by (seed, stream, sample key).
+
+[Note: sample-keyed randomness]
+Noise, timestep, caption dropout and augmentation of a sample depend on the sample's position in the global data order
+and on nothing else: not on the rank, the batch it landed in, the worker that read it, or what was drawn before. Peers
+of a context-parallel group so agree without communication, and a resumed run redraws what the unbroken one drew.
+Draws are made on the CPU, so that they are the same on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def keyed_generator(seed: int, stream: str, key: int) -> torch.Generator:
+    """A CPU generator whose state is a function of its three arguments.
+
+    Args:
+        seed: the run's seed.
+        stream: what is drawn (``"noise"``, ``"sigma"``, ``"caption_dropout"``); streams are independent.
+        key: the sample's position in the global data order.
+    """
+    digest = hashlib.blake2b(f"{seed}\0{stream}\0{key}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def keyed_normal(seed: int, stream: str, sample_key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Standard normal values, float32, on the CPU.
+
+    Args:
+        sample_key: (B,) int64.
+        shape: shape of one sample.
+
+    Returns:
+        (B, *shape); row i depends on ``sample_key[i]`` alone.
+    """
+    rows = [torch.randn(*shape, generator=keyed_generator(seed, stream, key)) for key in sample_key.tolist()]
+    return torch.stack(rows)
+
+
+def keyed_uniform(seed: int, stream: str, sample_key: Tensor) -> Tensor:
+    """(B,) float64 in [0, 1), one value per sample; ``sample_key``: (B,) int64."""
+    rows = [
+        torch.rand((), dtype=torch.float64, generator=keyed_generator(seed, stream, key))
+        for key in sample_key.tolist()
+    ]
+    return torch.stack(rows)
