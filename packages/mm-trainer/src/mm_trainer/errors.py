@@ -30,16 +30,12 @@ class ConfigError(InputError):
         line: 1-based line in that file.
     """
 
-    def __init__(
-        self, message: str, *, key: str | None = None, file: str | None = None, line: int | None = None
-    ):
+    def __init__(self, message: str, *, key: str | None = None, file: str | None = None, line: int | None = None):
         super().__init__(message)
         self.message, self.key, self.file, self.line = message, key, file, line
 
     def __str__(self) -> str:
-        where = (
-            f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
-        )
+        where = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
         return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
 
 

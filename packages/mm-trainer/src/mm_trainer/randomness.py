@@ -45,7 +45,6 @@ def keyed_normal(seed: int, stream: str, sample_key: Tensor, shape: Sequence[int
 def keyed_uniform(seed: int, stream: str, sample_key: Tensor) -> Tensor:
     """(B,) float64 in [0, 1), one value per sample; ``sample_key``: (B,) int64."""
     rows = [
-        torch.rand((), dtype=torch.float64, generator=keyed_generator(seed, stream, key))
-        for key in sample_key.tolist()
+        torch.rand((), dtype=torch.float64, generator=keyed_generator(seed, stream, key)) for key in sample_key.tolist()
     ]
     return torch.stack(rows)

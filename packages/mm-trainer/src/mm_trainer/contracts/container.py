@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
 from mm_trainer.contracts.model import BaseModel, Tokenizer
 from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
@@ -29,9 +29,7 @@ class ModelContainer(nn.Module):
     pipeline_id: ClassVar[str | None] = None
     """Name in the entry-point group ``mm_trainer.pipelines``; ``model.pipeline`` of the configuration overrides it."""
 
-    def __init__(
-        self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None
-    ) -> None:
+    def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
         super().__init__()
         for name, component in components.items():
             setattr(self, name, component)
@@ -41,9 +39,7 @@ class ModelContainer(nn.Module):
             raise TypeError(f"{type(self).__qualname__} must declare checkpoint_submodels")
         unknown = [name for name in self.checkpoint_submodels if name not in components]
         if unknown:
-            raise ValueError(
-                f"{type(self).__qualname__} checkpoints {unknown}, but is built from {sorted(components)}"
-            )
+            raise ValueError(f"{type(self).__qualname__} checkpoints {unknown}, but is built from {sorted(components)}")
 
     @classmethod
     def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
@@ -67,9 +63,7 @@ class ModelContainer(nn.Module):
     def forward(self, **batch: Any) -> ModelOutput:
         """Delegate to the pipeline."""
         if self.pipeline is None:
-            raise NotImplementedError(
-                f"{type(self).__qualname__} has no pipeline and doesn't override forward"
-            )
+            raise NotImplementedError(f"{type(self).__qualname__} has no pipeline and doesn't override forward")
         return self.pipeline.forward(self, **batch)
 
     def sample(self, requests: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -81,9 +75,12 @@ class ModelContainer(nn.Module):
         return InputSpec.merge(component.input_spec() for component in self.get_sub_models().values())
 
     @classmethod
-    def build_tokenizer(cls, component_classes: Mapping[str, type[BaseModel]], path: str) -> Tokenizer | None:
+    def build_tokenizer(
+        cls, model_classes: Mapping[str, type[BaseModel]], specs: Mapping[str, ModelSpec], path: str
+    ) -> Tokenizer | None:
         """The tokenise step of the one component that has one."""
-        found = [t for t in (c.build_tokenizer(path) for c in component_classes.values()) if t is not None]
+        candidates = (model_class.build_tokenizer(path, specs[name]) for name, model_class in model_classes.items())
+        found = [tokenizer for tokenizer in candidates if tokenizer is not None]
         if len(found) > 1:
             raise TypeError(f"{cls.__qualname__}: several components tokenise; override build_tokenizer")
         return found[0] if found else None
@@ -101,9 +98,7 @@ class ModelContainer(nn.Module):
 
     # --- checkpoint (assumption 3 of the engine) --------------------------------------------------------------------
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """State of the checkpointed components only, under ``prefix + component + "."``."""
         state: dict[str, Any] = {} if destination is None else destination
         for name in self.checkpoint_submodels:

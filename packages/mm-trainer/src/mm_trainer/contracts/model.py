@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
-from mm_parallel import ContextParallel, KeyedInitializer
 from torch import Tensor, nn
 
+from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
+from mm_parallel import ContextParallel, KeyedInitializer
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
 from mm_trainer.errors import ConfigError
 
@@ -26,7 +26,7 @@ class BaseModel(nn.Module):
     The framework calls, in this order (see [Note: build order] in `mm_trainer.hub`):
 
     1. :meth:`from_config` with parameters on meta, or :meth:`from_pretrained` where ``meta_init: false``;
-    2. ``requires_grad_`` / ``eval`` as ``freeze`` says, recompute and offload, FSDP2, materialisation — not by the model;
+    2. freezing, recompute and offload, FSDP2, materialisation (nothing the model does itself);
     3. :meth:`setup_weights` with the resolved source, or :meth:`init_weights` if no source is named;
     4. :meth:`post_load`.
 
@@ -90,15 +90,13 @@ class BaseModel(nn.Module):
         if on_disk is None:
             if named is None:
                 raise ConfigError(
-                    f"no shapes for {spec.name}: no weight folder with a config.json is readable and no architecture is given",
+                    f"no shapes for {spec.name}: no weight folder with a config.json is readable, no architecture is given",
                     key=where,
                 )
             return named
         differing = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk and on_disk[k] != v}
         if differing:
-            listed = ", ".join(
-                f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items()
-            )
+            listed = ", ".join(f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items())
             raise ConfigError(f"architecture disagrees with the weight folder {source}: {listed}", key=where)
         return on_disk
 
@@ -129,9 +127,7 @@ class BaseModel(nn.Module):
         The values depend on (seed, key) alone, never on the sharding. The default refuses: a model without an
         initialisation rule can't be trained from scratch.
         """
-        raise ConfigError(
-            f"{type(self).__name__} has no rule for training from scratch: name a weight source"
-        )
+        raise ConfigError(f"{type(self).__name__} has no rule for training from scratch: name a weight source")
 
     # --- what data, metrics and the parallel layer ask ------------------------------------------------------------
 
@@ -154,10 +150,11 @@ class BaseModel(nn.Module):
         self.context_parallel = context_parallel
 
     @classmethod
-    def build_tokenizer(cls, path: str) -> Tokenizer | None:
+    def build_tokenizer(cls, path: str, spec: ModelSpec) -> Tokenizer | None:
         """The tokenise step of a text encoder, reference cleaning included; None for every other model.
 
         Args:
             path: the tokenizer's folder.
+            spec: this model's part of the configuration (its options state the text length).
         """
         return None

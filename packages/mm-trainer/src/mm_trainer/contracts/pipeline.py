@@ -65,9 +65,7 @@ class GenerativePipeline(ABC):
 
     @classmethod
     @abstractmethod
-    def build(
-        cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int
-    ) -> Self:
+    def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
         """Make the pipeline for built components (maybe on meta: read their attributes, not their values).
 
         Args:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_checkpoint.config import WeightSourceConfig
 from pydantic import BaseModel as PydanticModel
 from pydantic import ConfigDict
+
+from mm_checkpoint.config import WeightSourceConfig
 
 
 class Options(PydanticModel):
@@ -55,9 +56,7 @@ class InputSpec:
             spatial_multiple *= spec.spatial_multiple
             if spec.text_length is not None:
                 if text_length not in (None, spec.text_length):
-                    raise ValueError(
-                        f"two models ask for different text lengths: {text_length} and {spec.text_length}"
-                    )
+                    raise ValueError(f"two models ask for different text lengths: {text_length} and {spec.text_length}")
                 text_length = spec.text_length
         return cls(frame_stride=frame_stride, spatial_multiple=spatial_multiple, text_length=text_length)
 

@@ -70,9 +70,7 @@ class FlowMatchPipeline(GenerativePipeline):
         self.seed = seed
 
     @classmethod
-    def build(
-        cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int
-    ) -> Self:
+    def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
         if not isinstance(options, FlowMatchOptions):
             raise TypeError(
                 f"{cls.__qualname__} needs container options derived from FlowMatchOptions, got {type(options)}"
@@ -124,7 +122,7 @@ class FlowMatchPipeline(GenerativePipeline):
     def compute_loss(self, prediction: Tensor, inputs: NoisedInputs) -> ModelOutput:
         if prediction.shape != inputs.target.shape:
             raise ValueError(
-                f"the prediction is {tuple(prediction.shape)}, its target {tuple(inputs.target.shape)}; they must be equal"
+                f"the prediction is {tuple(prediction.shape)}, but its target {tuple(inputs.target.shape)}"
             )
         per_sample = (prediction.float() - inputs.target).square().flatten(1).mean(1) * inputs.weight
         return ModelOutput(
