@@ -1,0 +1,36 @@
+"""What the multi-rank tests run on every rank: a whole training through `mm_trainer.run`, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RECIPE = "recipe:wan2_2/tiny_t2v"
+
+
+def train_rank(
+    rank: int, world_size: int, environ: dict[str, str], overrides: Sequence[str], recipe: str = RECIPE
+) -> list[dict[str, Any]]:
+    """Train and return the records of metrics.jsonl (rank 0's; other ranks return the same file's content)."""
+    from mm_parallel import ParallelMesh
+    from mm_trainer.config import load_config, resolve
+    from mm_trainer.environment import RankEnvironment
+    from mm_trainer.run import run_training
+
+    os.environ.update(environ)
+    config = resolve(load_config(recipe, overrides), world_size)
+    environment = RankEnvironment(rank, rank, world_size, world_size, launched=True)
+    run_training(config, ParallelMesh.build(config.mesh, device_type="cpu"), environment)
+    return read_metrics(Path(config.training.save))
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / "logs" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def trace(records: list[dict[str, Any]], key: str = "loss") -> list[float]:
+    return [record[key] for record in records if record["kind"] == "train"]

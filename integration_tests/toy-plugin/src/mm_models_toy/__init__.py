@@ -1,0 +1,1 @@
+"""A third-party model for mm-trainer: denoise clips of moving squares."""

@@ -1,0 +1,100 @@
+"""Optimizers: one per trainable sub-model, its parameter groups, and its state as flat named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from mm_trainer.config import TrainingConfig
+from mm_trainer.errors import ConfigError
+from mm_trainer.parameters import match_parameters
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An optimizer together with the full names of its parameters.
+
+    Args:
+        optimizer: over the trainable parameters of one sub-model.
+        names: parameter → full name (``predictor.blocks.0.ffn.0.weight``).
+    """
+
+    optimizer: Optimizer
+    names: Mapping[nn.Parameter, str]
+
+    def set_lr(self, lr: float) -> None:
+        """Give every group the step's rate, times the group's own scale."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor under ``<parameter>.<state name>``; hyperparameters stay the configuration's business."""
+        return {
+            f"{self.names[parameter]}.{key}": value
+            for parameter, values in self.optimizer.state.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+
+    def allocate_state(self, stored: Iterable[str]) -> dict[str, Tensor]:
+        """Create the state tensors that a checkpoint holds, to be filled by it; the optimizer must be fresh.
+
+        A tensor shaped like its parameter shares its sharding; a step counter is a scalar where the optimizer wants it.
+        torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state, leaves
+        a counter at 1 that way, and restores learning rate and weight decay without a word.
+
+        Args:
+            stored: names as `state` gives them, of this optimizer only.
+
+        Returns:
+            name → tensor, already part of the optimizer's state.
+        """
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        targets = {}
+        for full_name in stored:
+            name, key = full_name.rsplit(".", 1)
+            parameter = parameters[name]
+            if key == "step":
+                on_device = group_of[parameter].get("fused") or group_of[parameter].get("capturable")
+                value = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            else:
+                value = torch.zeros_like(parameter, requires_grad=False)
+            self.optimizer.state[parameter][key] = value
+            targets[full_name] = value
+        return targets
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig, *, prefix: str) -> NamedOptimizer:
+    """AdamW over the trainable parameters of one sub-model.
+
+    Groups are formed by weight decay (``no_decay_params``), learning-rate scale (``lr_scaling_plan``) and kind of
+    tensor: torch's foreach and fused kernels refuse a group that mixes sharded and plain tensors.
+
+    Args:
+        prefix: of the full parameter names, with its dot (``"predictor."``).
+    """
+    named = {f"{prefix}{name}": p for name, p in model.named_parameters() if p.requires_grad}
+    undecayed = match_parameters(named, config.no_decay_params, what="training.no_decay_params")
+    scales: dict[str, float] = {}
+    for i, rule in enumerate(config.lr_scaling_plan):
+        for name in match_parameters(named, rule.apply_modules, what=f"training.lr_scaling_plan.{i}.apply_modules"):
+            if name in scales:
+                raise ConfigError(f"two rules scale the learning rate of {name}", key=f"training.lr_scaling_plan.{i}")
+            scales[name] = rule.scale
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    for name, parameter in named.items():
+        decay = 0.0 if name in undecayed else config.weight_decay
+        key = (decay, scales.get(name, 1.0), isinstance(parameter, DTensor))
+        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": key[1]})
+        group["params"].append(parameter)
+    optimizer = AdamW(
+        list(groups.values()), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=True
+    )
+    return NamedOptimizer(optimizer, {parameter: name for name, parameter in named.items()})

@@ -1,0 +1,82 @@
+"""Between the engine's objects and `mm_checkpoint`: what a checkpoint holds, and how it is put back."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mm_checkpoint import CheckpointManager, list_tensors, resolve_source
+from mm_trainer.engine.optim import NamedOptimizer
+from mm_trainer.hub import BuiltModel
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointIO:
+    """Saves and restores one run.
+
+    A checkpoint holds ``model`` (the checkpointed sub-models), ``optimizer`` (every state tensor under its parameter's
+    name) and ``train`` (step, samples, data position). Learning rate and weight decay are never stored: they follow
+    from the configuration and the step.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        built: BuiltModel,
+        optimizers: Mapping[str, NamedOptimizer],
+        *,
+        resolved_config: str,
+    ) -> None:
+        self._manager, self._built, self._optimizers = manager, built, optimizers
+        self._digest = hashlib.sha256(resolved_config.encode()).hexdigest()
+
+    def save(self, step: int, samples: int, data_state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of ``step`` finished steps; called on all ranks."""
+        state = {
+            "model": self._built.model.state_dict(),
+            "optimizer": {k: v for o in self._optimizers.values() for k, v in o.state().items()},
+            "train": {"step": step, "samples": samples, "data": dict(data_state)},
+        }
+        manifest = {
+            "samples_seen": samples,
+            "config_digest": self._digest,
+            "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
+        }
+        self._manager.save(step, state, manifest=manifest)
+
+    def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
+        """Fill model and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
+        state: dict[str, Any] = {"model": self._built.model.state_dict()}
+        if with_optimizer:
+            stored = [n.removeprefix("optimizer.") for n in list_tensors(path) if n.startswith("optimizer.")]
+            state["optimizer"] = {}
+            for optimizer in self._optimizers.values():
+                own = set(optimizer.names.values())
+                mine = [name for name in stored if name.rsplit(".", 1)[0] in own]
+                state["optimizer"].update(optimizer.allocate_state(mine))
+        plain: dict[str, Any] = self._manager.load(path, state)
+        for name in self._built.checkpointed:
+            self._built.sub_models[name].post_load()
+        return plain["train"]
+
+    def close(self) -> None:
+        """Wait for a save that is still being written."""
+        self._manager.close()
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
+        model, spec = self._built.sub_models[name], self._built.specs[name]
+        source = resolve_source(spec.source)
+        pipeline = getattr(self._built.model, "pipeline", None)
+        return {
+            "key_map": model.key_map,
+            "source": str(source.path) if source is not None else None,
+            "source_config": type(model).read_architecture(spec),
+            "export_folder": source.path.name if source is not None else name or "model",
+            "prefix": f"{name}." if name else "",
+            "schedule": pipeline.describe() if pipeline is not None else {},
+        }

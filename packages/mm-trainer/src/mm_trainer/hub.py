@@ -1,0 +1,200 @@
+"""The hub: from a bound configuration to a built, sharded, loaded model.
+
+[Note: build order]
+plugins named by the config → typed config → names, patterns and tasks resolved on a meta build → process group and mesh
+→ sub-models (parameters on meta, or real where ``meta_init: false``) → freeze → recompute and activation offload →
+FSDP2 wrap → materialise → weights stream into the local shards, or resume → optimizer → data → loop.
+
+- What stands before the process group is what ``mm-trainer check`` runs (`build_structure`), without weights.
+- Features replace a module's forward, so names stay; they come before the wrap.
+- Materialisation comes after the wrap, so that the sharded layout exists first and no rank ever holds a full copy.
+- A resumed run fills its trained sub-models from the checkpoint; frozen ones still load from their own source.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from mm_checkpoint import WeightSource, resolve_source
+from mm_parallel import (
+    KeyedInitializer,
+    ParallelMesh,
+    ParallelReport,
+    apply_features,
+    materialize,
+    meta_parameters,
+    parallelize,
+)
+from mm_parallel.config import FeaturesConfig, FSDPPlan
+from mm_trainer.config import BoundConfig
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.model import DTYPES, BaseModel
+from mm_trainer.contracts.spec import ModelSpec
+from mm_trainer.errors import ConfigError
+from mm_trainer.parameters import match_parameters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model ready to train, whichever path it came by."""
+
+    model: nn.Module
+    """`ModelContainer`, or the single model: ``model(**batch).loss``."""
+    sub_models: Mapping[str, BaseModel]
+    """Dotted prefix of parameter names → sub-model; the single-model path has one, under the empty name."""
+    checkpointed: tuple[str, ...]
+    """Those of `sub_models` that go into a checkpoint."""
+    specs: Mapping[str, ModelSpec]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Sub-model → one line that says where its weights came from."""
+    parallel_report: ParallelReport | None = None
+
+    @property
+    def trainable(self) -> dict[str, BaseModel]:
+        """The sub-models that have a parameter to train."""
+        return {n: m for n, m in self.sub_models.items() if any(p.requires_grad for p in m.parameters())}
+
+
+def build_structure(bound: BoundConfig, *, seed: int = 0) -> BuiltModel:
+    """Build everything on meta, freeze, and check what can be checked without weights or ranks.
+
+    Raises:
+        ConfigError: shapes can't be found, a task doesn't fit, a freeze pattern matches nothing.
+    """
+    components = {name: _on_meta(bound, name) for name in bound.specs}
+    return _assemble(bound, components, seed)
+
+
+def build_model(
+    bound: BoundConfig,
+    mesh: ParallelMesh,
+    *,
+    plan: FSDPPlan,
+    features: FeaturesConfig,
+    seed: int,
+    resuming: bool,
+) -> BuiltModel:
+    """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
+
+    Args:
+        resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
+    """
+    from_checkpoint = _checkpointed_names(bound) if resuming else ()
+    components = {
+        name: _on_meta(bound, name) if spec.meta_init or name in from_checkpoint else _real(bound, name)
+        for name, spec in bound.specs.items()
+    }
+    built = _assemble(bound, components, seed)
+    for model in components.values():
+        model.set_context_parallel(mesh.context_parallel())
+    apply_features(built.model, features)
+    container = built.model if isinstance(built.model, ModelContainer) else None
+    opted_out = container is not None and container.fully_shard()
+    report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=components if opted_out else None)
+    for name, model in components.items():
+        if not bound.specs[name].skip_to_device:
+            materialize(model, mesh.device)
+    sources = {}
+    for name, model in components.items():
+        if name in from_checkpoint:
+            sources[name] = "the checkpoint that is resumed"
+        elif bound.specs[name].meta_init:
+            sources[name] = _fill(model, bound.specs[name], seed=seed, prefix=f"{name}." if container else "")
+        else:
+            sources[name] = f"from_pretrained {resolve_source(bound.specs[name].source)}"
+    return replace(built, sources=sources, parallel_report=report)
+
+
+def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
+    spec = bound.specs[name]
+    with meta_parameters():
+        model = bound.model_classes[name].from_config(spec)
+    return model.to(DTYPES[spec.dtype])
+
+
+def _real(bound: BoundConfig, name: str) -> BaseModel:
+    return bound.model_classes[name].from_pretrained(bound.specs[name])
+
+
+def _checkpointed_names(bound: BoundConfig) -> tuple[str, ...]:
+    if bound.container_class is None:
+        return tuple(bound.specs)
+    return bound.container_class.checkpointed(bound.specs)
+
+
+def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -> BuiltModel:
+    for name, model in components.items():
+        apply_freeze(model, bound.specs[name])
+    if bound.container_class is None:
+        (name, model), *_ = components.items()
+        return BuiltModel(
+            model=model.train(), sub_models={"": model}, checkpointed=("",), specs={"": bound.specs[name]}
+        )
+    pipeline = None
+    if bound.pipeline_class is not None:
+        pipeline = bound.pipeline_class.build(
+            options=bound.container_options, components=components, task=bound.task, seed=seed
+        )
+    container = bound.container_class(components, pipeline)
+    built = BuiltModel(
+        model=container.train(),
+        sub_models=container.get_sub_models(),
+        checkpointed=tuple(container.checkpoint_submodels),
+        specs=bound.specs,
+    )
+    lost = [name for name in built.trainable if name not in built.checkpointed]
+    if lost:
+        raise ConfigError(
+            f"{lost[0]} is neither frozen nor part of a checkpoint, so its training would be lost; set freeze: true "
+            f"(checkpointed here: {', '.join(built.checkpointed)})",
+            key=f"model.models.{lost[0]}.freeze",
+        )
+    if not built.trainable:
+        raise ConfigError("every sub-model is frozen: there is nothing to train", key="model.models")
+    return built
+
+
+def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
+    """Turn gradients off for the whole sub-model (which then stays in eval) or for the parameters that patterns name."""
+    if spec.freeze is True:
+        model.requires_grad_(False).eval()
+        return
+    if spec.freeze:
+        parameters = dict(model.named_parameters())
+        for name in match_parameters(parameters, spec.freeze, what=f"model.models.{spec.name}.freeze"):
+            parameters[name].requires_grad_(False)
+
+
+def _fill(model: BaseModel, spec: ModelSpec, *, seed: int, prefix: str) -> str:
+    """Give a materialised sub-model its values; returns a line that says from where."""
+    source: WeightSource | None = resolve_source(spec.source)
+    if source is not None:
+        report = model.setup_weights(source, allow_missing=spec.source.allow_missing)
+        return str(report)
+    model.init_weights(KeyedInitializer(seed), prefix)
+    model.post_load()
+    return f"initialised at random from seed {seed}: no weight source is named"
+
+
+def summary_rows(built: BuiltModel) -> list[dict[str, Any]]:
+    """One row per sub-model for the start-up table."""
+    rows = []
+    for name, model in built.sub_models.items():
+        parameters = list(model.parameters())
+        rows.append(
+            {
+                "sub-model": name or type(model).__name__,
+                "parameters": sum(p.numel() for p in parameters),
+                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+                "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+                "weights": built.sources.get(name, "not loaded"),
+            }
+        )
+    return rows

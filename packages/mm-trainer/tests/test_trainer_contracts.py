@@ -1,0 +1,89 @@
+"""The container's lifecycle duties, with two plain modules as components."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mm_trainer.contracts import BaseModel, InputSpec, ModelContainer, ModelSpec
+
+
+class Part(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Part:
+        return cls()
+
+    def input_spec(self) -> InputSpec:
+        return InputSpec(frame_stride=2, spatial_multiple=4)
+
+
+class Pair(ModelContainer):
+    checkpoint_submodels = ("predictor",)
+
+
+def make_pair() -> Pair:
+    container = Pair({"encoder": Part(), "predictor": Part()})
+    container.encoder.requires_grad_(False).eval()
+    return container
+
+
+def test_components_are_flat_attributes() -> None:
+    names = [name for name, _ in make_pair().named_modules()]
+    assert "predictor.layer" in names
+    assert list(make_pair().get_sub_models()) == ["encoder", "predictor"]
+
+
+def test_train_leaves_frozen_components_in_eval() -> None:
+    container = make_pair().train()
+    assert container.predictor.dropout.training
+    assert not container.encoder.dropout.training
+    assert not container.eval().predictor.dropout.training
+
+
+def test_state_dict_holds_the_checkpointed_components_only() -> None:
+    assert list(make_pair().state_dict()) == ["predictor.layer.weight", "predictor.layer.bias"]
+
+
+def test_load_state_dict_dispatches_by_prefix_and_returns_the_incompatible_keys() -> None:
+    source, target = make_pair(), make_pair()
+    state = source.state_dict()
+    target.load_state_dict(state)
+    assert torch.equal(target.predictor.layer.weight, source.predictor.layer.weight)
+
+    moved = {("encoder" + k[len("predictor") :] if k.endswith("bias") else k): v for k, v in state.items()}
+    result = target.load_state_dict(moved, strict=False)
+    assert result.missing_keys == ["predictor.layer.bias"]
+    assert result.unexpected_keys == ["encoder.layer.bias"]
+    with pytest.raises(RuntimeError, match=r"1 missing \['predictor.layer.bias'\], 1 unexpected"):
+        target.load_state_dict(moved)
+
+
+def test_a_container_opts_out_of_the_root_wrap() -> None:
+    assert make_pair().fully_shard() is True
+
+
+def test_forward_without_a_pipeline_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Pair has no pipeline"):
+        make_pair()(video=torch.zeros(1))
+
+
+def test_checkpoint_submodels_must_be_declared_and_present() -> None:
+    class Undeclared(ModelContainer):
+        pass
+
+    with pytest.raises(TypeError, match="must declare checkpoint_submodels"):
+        Undeclared({"predictor": Part()})
+    with pytest.raises(ValueError, match=r"checkpoints \['predictor'\], but is built from \['encoder'\]"):
+        Pair({"encoder": Part()})
+
+
+def test_input_specs_of_chained_models_multiply() -> None:
+    spec = make_pair().input_spec()
+    assert (spec.frame_stride, spec.spatial_multiple) == (4, 16)
+    assert spec.tokens(frames=9, height=32, width=48) == 3 * 2 * 3
