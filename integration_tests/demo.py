@@ -1,8 +1,8 @@
 """The main job from nothing, on this machine: fine-tune a tiny Wan2.2 on real clips, on two processes.
 
-Writes a tiny pipeline folder with random weights and a data set of four real clips, trains from a shipped recipe, stops,
-resumes, exports the result, and samples a clip from it with diffusers. Every step is a command that a user would type, or a
-public function of the packages. Run it with `hatch run demo`.
+Writes a tiny pipeline folder with random weights and a data set of four real clips, trains from a shipped recipe,
+stops, resumes, exports the result, and samples a clip from it with diffusers. Every step is a command that a user would
+type, or a public function of the packages. Run it with `hatch run demo`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The main job on real clips, through the trainer itself: equal on any layout, exact on resume, frozen where it says so."""
+"""The main job on real clips, through the trainer: equal on any layout, exact on resume, frozen where told."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
 
 
 def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
-    """Turn gradients off for the whole sub-model (which then stays in eval) or for the parameters that patterns name."""
+    """Turn gradients off: of the whole sub-model, which then stays in eval, or of the parameters that patterns name."""
     if spec.freeze is True:
         model.requires_grad_(False).eval()
         return

@@ -10,9 +10,9 @@ from mm_parallel import PatternError, compile_pattern, nearest_names
 def match_parameters(names: Iterable[str], patterns: Sequence[str], *, what: str) -> set[str]:
     """Names of the parameters that any pattern means.
 
-    The vocabulary is that of module patterns (``{*}``, ``{0-9}``, ``*`` within a component). A pattern means a parameter
-    if it matches its whole name (``blocks.0.ffn.0.bias``), the name of a module around it (``blocks.{0-3}``), or the
-    last components of its name (``bias``, ``norm3.weight``).
+    The vocabulary is that of module patterns (``{*}``, ``{0-9}``, ``*`` within a component). A pattern means a
+    parameter if it matches its whole name (``blocks.0.ffn.0.bias``), the name of a module around it
+    (``blocks.{0-3}``), or the last components of its name (``bias``, ``norm3.weight``).
 
     Args:
         names: full parameter names.

@@ -42,6 +42,11 @@ class ModelContainer(nn.Module):
             raise ValueError(f"{type(self).__qualname__} checkpoints {unknown}, but is built from {sorted(components)}")
 
     @classmethod
+    def checkpointed(cls, specs: Mapping[str, ModelSpec]) -> tuple[str, ...]:
+        """Names of the components that a checkpoint holds, known before anything is built."""
+        return cls.checkpoint_submodels
+
+    @classmethod
     def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
         """Check what only this container can know (roles present, task known); raise `ConfigError`."""
 

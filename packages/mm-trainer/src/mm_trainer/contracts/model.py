@@ -90,7 +90,7 @@ class BaseModel(nn.Module):
         if on_disk is None:
             if named is None:
                 raise ConfigError(
-                    f"no shapes for {spec.name}: no weight folder with a config.json is readable, no architecture is given",
+                    f"no shapes for {spec.name}: no weight folder with a config.json is readable and there is no architecture",
                     key=where,
                 )
             return named

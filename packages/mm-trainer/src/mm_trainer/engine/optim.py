@@ -46,8 +46,8 @@ class NamedOptimizer:
         """Create the state tensors that a checkpoint holds, to be filled by it; the optimizer must be fresh.
 
         A tensor shaped like its parameter shares its sharding; a step counter is a scalar where the optimizer wants it.
-        torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state, leaves
-        a counter at 1 that way, and restores learning rate and weight decay without a word.
+        torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state (which
+        leaves a counter at 1), and restores learning rate and weight decay without a word.
 
         Args:
             stored: names as `state` gives them, of this optimizer only.
