@@ -1,1 +1,31 @@
-"""Wan2.2 for mm-trainer: diffusion transformer, VAE and text-encoder wrappers, pipelines, key maps, recipes."""
+"""Wan2.2 for mm-trainer: diffusion transformer, VAE and text-encoder wrappers, pipelines, key maps, recipes.
+
+Importing this package imports no torch: names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "UMT5TextEncoder": "text_encoder",
+    "WAN2_2": "key_map",
+    "Wan22Container": "container",
+    "Wan22Options": "container",
+    "WanArchitecture": "architecture",
+    "WanPipeline": "pipeline",
+    "WanPredictor": "predictor",
+    "WanSchedulerOptions": "schedule",
+    "WanVideoVAE": "vae",
+    "build_schedule": "schedule",
+    "write_tiny_pipeline": "tiny",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

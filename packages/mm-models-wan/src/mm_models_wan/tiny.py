@@ -1,0 +1,104 @@
+"""A tiny Wan2.2 pipeline folder with random weights, for demonstrations and tests.
+
+It has the layout, the classes and the key names of a released one and is read by ``diffusers.WanPipeline``; only the
+sizes differ.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+
+TEXT_DIM = 32
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": TEXT_DIM,
+    "freq_dim": 256,
+    "ffn_dim": 128,
+    "num_layers": 2,
+}
+VAE: dict[str, Any] = {"base_dim": 4, "z_dim": 16, "num_res_blocks": 1}
+
+
+def write_tiny_pipeline(folder: str | Path, *, seed: int = 0, boundary_ratio: float = 0.875) -> Path:
+    """Write ``model_index.json`` and the folders transformer, transformer_2, vae, text_encoder, tokenizer, scheduler.
+
+    The VAE's ``latents_mean`` and ``latents_std`` are measured on random clips, so that the latents of a clip have a
+    standard deviation near 1.
+
+    Args:
+        folder: is created; files in it are overwritten.
+        seed: of the random weights; equal seeds give equal files.
+        boundary_ratio: σ at which ``transformer`` (high noise) hands over to ``transformer_2``.
+
+    Returns:
+        the folder.
+    """
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+    folder = Path(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(**VAE).eval()
+        calibrate_latents(vae)
+        pipeline = WanPipeline(
+            tokenizer=_tokenizer(),
+            text_encoder=_text_encoder(),
+            vae=vae,
+            scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+            transformer=WanTransformer3DModel(**TRANSFORMER),
+            transformer_2=WanTransformer3DModel(**TRANSFORMER),
+            boundary_ratio=boundary_ratio,
+        )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def _text_encoder() -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(vocab_size=len(_vocabulary()), d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return UMT5EncoderModel(config).eval()
+
+
+def _tokenizer() -> Any:
+    from transformers import T5Tokenizer
+
+    return T5Tokenizer(vocab=_vocabulary(), extra_ids=0)
+
+
+def _vocabulary() -> list[tuple[str, float]]:
+    """Special tokens and single characters: any English prompt has tokens, and none needs a vocabulary file."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    return special + [(character, -3.0) for character in string.printable.strip()]
+
+
+@torch.no_grad()
+def calibrate_latents(vae: AutoencoderKLWan, *, clips: int = 8, frames: int = 9, size: int = 64) -> None:
+    """Set the VAE's ``latents_mean`` and ``latents_std`` to what it makes of random clips."""
+    latents = vae.encode(random_clips(clips, frames=frames, height=size, width=size)).latent_dist.mode()
+    dims = (0, 2, 3, 4)
+    mean, std = latents.mean(dims), latents.std(dims)
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+def random_clips(
+    count: int, *, frames: int, height: int, width: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Smooth moving blobs of random colour with a little grain: (count, 3, frames, height, width) in [−1, 1]."""
+    coarse = torch.randn(count, 3, max(2, frames // 4), 4, 4, generator=generator)
+    grain = torch.randn(count, 3, frames, height, width, generator=generator)
+    smooth = F.interpolate(coarse, size=(frames, height, width), mode="trilinear", align_corners=True)
+    return (0.6 * smooth + 0.05 * grain).clamp(-1, 1)

@@ -1,0 +1,137 @@
+"""`WanVideoVAE`: the causal video VAE, as the frozen component that makes latents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
+from mm_trainer.errors import ConfigError
+
+
+class VAEOptions(Options):
+    """Keys of ``model.models.ae`` that only this model knows."""
+
+    do_sample: bool = False
+    """Draw training latents from the posterior (noise keyed by the sample) instead of taking its mode."""
+    tiling: bool = False
+    """Work on overlapping tiles of 256 pixels, for large frames; changes latents slightly near the seams."""
+    slicing: bool = False
+    """Work on one clip of the batch at a time."""
+
+
+class WanVideoVAE(BaseModel):
+    """Wraps ``diffusers.AutoencoderKLWan`` (2.1: stride (4, 8, 8), 16 channels; 2.2-5B: (4, 16, 16), 48 channels).
+
+    Latents are normalised per channel by the ``latents_mean`` and ``latents_std`` of the VAE's own config. Encoding and
+    decoding compute in the parameters' dtype (``dtype: fp32`` unless the configuration says otherwise).
+
+    Args:
+        config: the VAE's ``config.json``.
+        options: see `VAEOptions`.
+    """
+
+    Options = VAEOptions
+
+    def __init__(self, config: dict[str, Any], options: VAEOptions | None = None) -> None:
+        super().__init__()
+        from diffusers import AutoencoderKLWan
+
+        options = options or VAEOptions()
+        model = AutoencoderKLWan.from_config(config)
+        assert isinstance(model, AutoencoderKLWan)
+        self.model = model.eval()
+        self.do_sample = options.do_sample
+        if options.tiling:
+            model.enable_tiling()
+        if options.slicing:
+            model.enable_slicing()
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Self:
+        config = cls.read_architecture(spec)
+        made_by = config.get("_class_name", "AutoencoderKLWan")
+        if made_by != "AutoencoderKLWan":
+            raise ConfigError(
+                f"the weights are an {made_by}, {cls.__name__} needs an AutoencoderKLWan",
+                key=f"model.models.{spec.name}.from_pretrained",
+            )
+        assert isinstance(spec.options, VAEOptions)
+        return cls(config, spec.options)
+
+    def weight_root(self) -> nn.Module:
+        return self.model
+
+    @property
+    def latent_channels(self) -> int:
+        return int(self.model.config.z_dim)
+
+    @property
+    def frame_stride(self) -> int:
+        return int(self.model.config.scale_factor_temporal)
+
+    @property
+    def spatial_stride(self) -> int:
+        return int(self.model.config.scale_factor_spatial)
+
+    def latent_shape(self, video_shape: Sequence[int]) -> tuple[int, int, int, int]:
+        """(C, f, h, w) of the latents of a (…, 3, F, H, W) clip.
+
+        Raises:
+            ValueError: F isn't stride·k + 1 (the VAE would drop the frames beyond without a word), or H or W is no
+                multiple of the spatial stride.
+        """
+        frames, height, width = video_shape[-3:]
+        stride, side = self.frame_stride, self.spatial_stride
+        if (frames - 1) % stride or height % side or width % side:
+            raise ValueError(
+                f"a clip of {frames} frames of {height}x{width} doesn't fit the VAE: "
+                f"frames are {stride}k+1 and sides multiples of {side}"
+            )
+        return self.latent_channels, (frames - 1) // stride + 1, height // side, width // side
+
+    @torch.no_grad()
+    def forward(self, video: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Encode.
+
+        Args:
+            video: (B, 3, F, H, W) in [−1, 1], F = 4k + 1, H and W multiples of the stride.
+            noise: (B, C, f, h, w) standard normal to draw from the posterior with; None takes the mode.
+
+        Returns:
+            (B, C, f, h, w) float32, normalised.
+        """
+        self.latent_shape(video.shape)
+        posterior = self.model.encode(video.to(self._dtype)).latent_dist
+        latents = posterior.mode().float()
+        if noise is not None:
+            latents = latents + posterior.std.float() * noise
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Normalised latents (B, C, f, h, w) → video (B, 3, F, H, W) float32 in [−1, 1].
+
+        Not a forward: for an unsharded VAE only.
+        """
+        mean, std = self._statistics(latents)
+        video: Tensor = self.model.decode((latents.float() * std + mean).to(self._dtype)).sample
+        return video.float().clamp(-1, 1)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.model.config
+        mean, std = (
+            latents.new_tensor(values, dtype=torch.float32) for values in (config.latents_mean, config.latents_std)
+        )
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+    def input_spec(self) -> InputSpec:
+        return InputSpec(frame_stride=self.frame_stride, spatial_multiple=self.spatial_stride, channels=3)
