@@ -1,0 +1,25 @@
+"""From files on disk to balanced batches: metadata, reading, shaping, order, loading."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "BatchLoader": "loader",
+    "DataOrder": "order",
+    "DataReport": "report",
+    "LatentsDataset": "latents",
+    "VideoDataset": "video",
+    "WorkerOptions": "loader",
+    "fixed_batches": "loader",
+    "read_table": "metadata",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

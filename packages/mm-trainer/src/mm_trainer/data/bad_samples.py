@@ -1,0 +1,150 @@
+"""Samples that can't be used: what stands in for them, and when there are too many.
+
+The replacement is a function of the sample's key, so every rank that reads this sample, and a resumed run, takes the
+same one. A worker never raises for a bad sample: it hands over what it found, and the main process decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mm_trainer.contracts.dataset import MapDataset
+from mm_trainer.data.collate import collate
+from mm_trainer.data.order import SampleTable
+from mm_trainer.errors import BadSample, DataError
+
+logger = logging.getLogger(__name__)
+
+OnBadSample = Literal["replace", "error"]
+MOST_IN_A_ROW = 32
+"""So many replacements may turn out bad, too, before the sample is given up."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a worker hands over for one place of the order."""
+
+    sample: Mapping[str, Any] | None
+    """None: nothing usable was found."""
+    bad: tuple[tuple[int, str, str], ...]
+    """(sample number, where, reason) of every bad sample met on the way."""
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """What a worker hands over for one micro-batch."""
+
+    batch: dict[str, Any] | None
+    """None: for one of its places nothing usable was found."""
+    bad: tuple[tuple[tuple[int, str, str], ...], ...]
+    """As `Loaded.bad`, for each place."""
+
+
+def join(loaded: Sequence[Loaded]) -> LoadedBatch:
+    """Collate the samples of a micro-batch; runs inside the workers."""
+    samples = [item.sample for item in loaded if item.sample is not None]
+    complete = len(samples) == len(loaded)
+    return LoadedBatch(collate(samples) if complete else None, tuple(item.bad for item in loaded))
+
+
+class SampleReader:
+    """Reads a sample, or the one that stands in for it; runs inside the workers.
+
+    Args:
+        dataset: the samples.
+        table: their buckets; a replacement has the same one.
+        seed: the run's seed.
+        replace: False hands over the first bad sample as it is.
+    """
+
+    def __init__(self, dataset: MapDataset, table: SampleTable, *, seed: int, replace: bool) -> None:
+        self.dataset, self.table, self.seed, self.replace = dataset, table, seed, replace
+
+    def __getitem__(self, place: tuple[int, int]) -> Loaded:
+        """Read (sample number, sample key)."""
+        index, key = place
+        bad = []
+        for candidate in self._candidates(index, key):
+            try:
+                sample = self.dataset.load(candidate, key)
+            except BadSample as error:
+                bad.append((candidate, error.where, error.reason))
+                if not self.replace:
+                    break
+                continue
+            return Loaded({**sample, "sample_key": key}, tuple(bad))
+        return Loaded(None, tuple(bad))
+
+    def _candidates(self, index: int, key: int) -> Iterator[int]:
+        """The sample itself, then others of its bucket in an order of its own."""
+        yield index
+        members: NDArray[np.int64] = np.flatnonzero(self.table.bucket == self.table.bucket[index])
+        shuffled = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, key]))).permutation(members)
+        yield from (int(other) for other in shuffled[: MOST_IN_A_ROW + 1] if other != index)
+
+
+class BadSampleLog:
+    """Lists each bad sample once, counts them, and stops the run when there are too many.
+
+    Args:
+        size: samples in the data set, the ones found bad at opening included.
+        known: how many were found bad at opening.
+        on_bad_sample: ``error`` stops at the first.
+        max_fraction: distinct bad samples over ``size`` that are still tolerated.
+    """
+
+    def __init__(self, *, size: int, known: int, on_bad_sample: OnBadSample, max_fraction: float) -> None:
+        self.size, self.on_bad_sample, self.max_fraction = size, on_bad_sample, max_fraction
+        self.known = known
+        self.found: dict[int, str] = {}
+        self.replaced = 0
+        """Places of the order in which another sample was used, over the whole run."""
+
+    @property
+    def count(self) -> int:
+        """Distinct bad samples."""
+        return self.known + len(self.found)
+
+    def check_opening(self, examples: list[str]) -> None:
+        """Judge what opening the data set found.
+
+        Raises:
+            DataError: too many, or any with ``on_bad_sample: error``.
+        """
+        if self.known and self.on_bad_sample == "error":
+            raise DataError(f"bad sample with on_bad_sample: error: {'; '.join(examples)}")
+        self._check_share(examples)
+
+    def check(self, loaded: LoadedBatch) -> dict[str, Any]:
+        """Take note of what a worker found and return the batch.
+
+        Raises:
+            DataError: nothing usable was found, too many are bad, or any with ``on_bad_sample: error``.
+        """
+        met = [event for place in loaded.bad for event in place]
+        for index, where, reason in met:
+            if index not in self.found:
+                self.found[index] = f"{where}: {reason}"
+                logger.warning("bad sample: %s", self.found[index])
+        examples = [self.found[index] for index, _, _ in met]
+        if met and self.on_bad_sample == "error":
+            raise DataError(f"bad sample with on_bad_sample: error: {examples[0]}")
+        if met:
+            self._check_share(examples)
+        if loaded.batch is None:
+            raise DataError(f"no usable sample in its bucket, {len(met)} tried: {'; '.join(examples[:3])}")
+        self.replaced += sum(map(bool, loaded.bad))
+        return loaded.batch
+
+    def _check_share(self, examples: list[str]) -> None:
+        if self.count > self.max_fraction * self.size:
+            raise DataError(
+                f"{self.count} of {self.size} samples are bad, more than max_bad_fraction {self.max_fraction}: "
+                f"{'; '.join(examples[:3])}"
+            )

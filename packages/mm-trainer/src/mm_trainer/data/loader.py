@@ -1,0 +1,277 @@
+"""`BatchLoader`: this rank's micro-batches, for ever, from any position; `fixed_batches` for validation."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from mm_trainer.contracts.dataset import MapDataset
+from mm_trainer.data.bad_samples import BadSampleLog, OnBadSample, SampleReader, join
+from mm_trainer.data.order import DataOrder, EpochOrder, SampleTable
+from mm_trainer.data.report import Reporting
+from mm_trainer.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Places = list[tuple[int, int]]
+"""A micro-batch before it is read: (sample number, sample key) of each sample."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How samples are read ahead: ``data.dataloader_param`` without ``shuffle``."""
+
+    num_workers: int = 0
+    """Processes of this rank that read; 0 reads in the training process."""
+    prefetch_factor: int = 2
+    """Micro-batches that each worker reads ahead."""
+    pin_memory: bool = False
+
+
+class BatchLoader:
+    """Yields this rank's micro-batches epoch after epoch; see [Note: global data order] in `mm_trainer.data.order`.
+
+    A batch holds the collated samples and ``sample_key`` (B,) int64, all on the CPU. The position counts optimizer
+    steps over all epochs, so it means the same on any number of ranks; moving there computes one epoch's order and
+    reads nothing.
+
+    Args:
+        dataset: the samples.
+        micro_batch_size: samples per batch.
+        data_rank: this rank's place among the data ranks (peers of a context-parallel group share it).
+        data_size: number of data ranks.
+        accumulation: micro-batches of a rank per optimizer step.
+        seed: the run's seed.
+        shuffle: a new order every epoch; False: always the data set's.
+        workers: reading ahead.
+        on_bad_sample: ``replace`` or ``error``.
+        max_bad_fraction: distinct bad samples over all samples that are tolerated.
+
+    Raises:
+        DataError: the data set is empty, or too much of it is bad.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        micro_batch_size: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        accumulation: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: WorkerOptions | None = None,
+        on_bad_sample: OnBadSample = "replace",
+        max_bad_fraction: float = 0.05,
+    ) -> None:
+        if len(dataset) == 0:
+            raise DataError("the data set is empty")
+        self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
+        self.data_rank, self.data_size = data_rank, data_size
+        self.workers = workers or WorkerOptions()
+        table = sample_table(dataset)
+        self.order = DataOrder(
+            table, micro_batch_size=micro_batch_size, group=data_size * accumulation, seed=seed, shuffle=shuffle
+        )
+        self._reader = SampleReader(dataset, table, seed=seed, replace=on_bad_sample == "replace")
+        self.bad = _open_bad_log(dataset, on_bad_sample, max_bad_fraction)
+        self._yielded = 0
+        """Micro-batches of this rank since the start of the run."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch, equal on all ranks."""
+        return self.order.steps_per_epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps whose batches were all handed out, over all epochs."""
+        return self._yielded // self.accumulation
+
+    def seek(self, step: int) -> None:
+        """Continue with the first batch of an optimizer step; takes effect at the next ``iter()``."""
+        self._yielded = step * self.accumulation
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Endless; starts at the current position. Workers start here and end with the iterator."""
+        loader: DataLoader[Any] = make_torch_loader(
+            self._reader, _RankSampler(self.order, self._yielded, self), self.workers
+        )
+        for loaded in loader:
+            batch = self.bad.check(loaded)
+            self._yielded += 1
+            yield _pin(batch) if self.workers.pin_memory else batch
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """The position, for a checkpoint.
+
+        Args:
+            step: optimizer steps done, from a caller that takes batches ahead of using them; default: those handed out.
+        """
+        return {
+            "step": self.step if step is None else step,
+            "samples_per_step": self.order.samples_per_step,
+            "num_samples": len(self.order.samples),
+            "seed": self.order.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position, on any number of ranks.
+
+        Raises:
+            DataError: an entry is missing, or the saved run had other data, another seed or another global batch.
+        """
+        ours = self.state_dict()
+        missing = sorted(set(ours) - set(state))
+        if missing:
+            raise DataError(f"the checkpoint lacks the data position: no {', '.join(missing)}")
+        changed = [
+            f"{name} was {state[name]}, is {ours[name]}"
+            for name in ours
+            if name != "step" and state[name] != ours[name]
+        ]
+        if changed:
+            raise DataError(
+                f"the data position can't be restored: {'; '.join(changed)} (training.init_from starts afresh)"
+            )
+        self.seek(int(state["step"]))
+
+
+def fixed_batches(
+    dataset: MapDataset,
+    *,
+    quantiles: Sequence[float],
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    max_samples: int | None = None,
+    workers: WorkerOptions | None = None,
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Every sample at every quantile once, the same each time: what a validation loss is measured on.
+
+    Args:
+        dataset: the samples, used in their own order.
+        quantiles: fixed quantiles of the noise level, each in [0, 1].
+        micro_batch_size: samples per batch; smaller buckets are filled up.
+        data_rank: this rank's place among the data ranks.
+        data_size: number of data ranks.
+        max_samples: use the first so many only.
+        workers: reading ahead.
+
+    Yields:
+        (batch, weight): the batch has ``quantile`` (B,) float64 beside ``sample_key``; ``weight`` (B,) float32 is 1, or
+        0 where a sample only fills up. Every data rank yields the same number of batches.
+
+    Raises:
+        DataError: a sample can't be read: a validation set is small and its loss must mean the same every time.
+    """
+    table = sample_table(dataset, max_samples)
+    places = _fixed_places(table, len(quantiles), micro_batch_size, data_size)
+    mine = places[data_rank::data_size]
+    reader = SampleReader(dataset, table, seed=0, replace=False)
+    log = BadSampleLog(size=len(table), known=0, on_bad_sample="error", max_fraction=0.0)
+    sampler = [[(index, key) for index, key, _ in batch] for batch in mine]
+    loader: DataLoader[Any] = make_torch_loader(reader, sampler, workers or WorkerOptions())
+    for batch_places, loaded in zip(mine, loader, strict=True):
+        batch = log.check(loaded)
+        levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
+        batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
+        yield batch, torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)
+
+
+def _fixed_places(
+    table: SampleTable, quantiles: int, micro_batch_size: int, data_size: int
+) -> list[list[tuple[int, int, float]]]:
+    """Micro-batches of (sample number, key, weight), their number divisible by the data ranks."""
+    by_bucket: dict[int, list[tuple[int, int, float]]] = {}
+    for index, bucket in enumerate(table.bucket.tolist()):
+        by_bucket.setdefault(bucket, []).extend((index, index * quantiles + level, 1.0) for level in range(quantiles))
+    batches = []
+    for members in by_bucket.values():
+        for start in range(0, len(members), micro_batch_size):
+            batch = members[start : start + micro_batch_size]
+            filler = (batch[0][0], batch[0][1], 0.0)
+            batches.append(batch + [filler] * (micro_batch_size - len(batch)))
+    surplus = [[(index, key, 0.0) for index, key, _ in batches[0]]] * (-len(batches) % data_size)
+    return batches + surplus
+
+
+def sample_table(dataset: MapDataset, max_samples: int | None = None) -> SampleTable:
+    """Read every sample's bucket and cost once."""
+    count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
+    return SampleTable.build([dataset.bucket(i) for i in range(count)], [dataset.tokens(i) for i in range(count)])
+
+
+def make_torch_loader(reader: SampleReader, batches: Any, workers: WorkerOptions) -> DataLoader[Any]:
+    """A torch loader that reads lists of places.
+
+    Workers are forked where the system can: the data set's columns are then shared, not copied. Nothing that would not
+    survive a fork exists by then, since files are opened inside `MapDataset.load` only.
+    """
+    parallel = workers.num_workers > 0
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    return DataLoader(
+        reader,  # type: ignore[arg-type]  # torch asks for a Dataset where any __getitem__ will do
+        batch_sampler=batches,
+        num_workers=workers.num_workers,
+        prefetch_factor=workers.prefetch_factor if parallel else None,
+        multiprocessing_context=method if parallel else None,
+        collate_fn=join,
+    )
+
+
+class _RankSampler(Sampler[Places]):
+    """The places of this rank's micro-batches from a position on."""
+
+    def __init__(self, order: DataOrder, position: int, loader: BatchLoader) -> None:
+        self.order, self.position = order, position
+        self.data_rank, self.data_size, self.accumulation = loader.data_rank, loader.data_size, loader.accumulation
+
+    def __iter__(self) -> Iterator[Places]:
+        step, skip = divmod(self.position, self.accumulation)
+        epoch, step = divmod(step, self.order.steps_per_epoch)
+        while True:
+            layout = self.order.epoch(epoch)
+            _log_repeats(epoch, layout)
+            while step < self.order.steps_per_epoch:
+                for batch in layout.deal(step, data_rank=self.data_rank, data_size=self.data_size)[skip:]:
+                    index, key = layout.index[step, batch].tolist(), layout.key[step, batch].tolist()
+                    yield list(zip(index, key, strict=True))
+                step, skip = step + 1, 0
+            epoch, step = epoch + 1, 0
+
+
+def _log_repeats(epoch: int, layout: EpochOrder) -> None:
+    if layout.repeats:
+        logger.info(
+            "epoch %d: %d of %d samples are repeats that fill up batches", epoch, layout.repeats, layout.index.size
+        )
+
+
+def _open_bad_log(dataset: MapDataset, on_bad_sample: OnBadSample, max_fraction: float) -> BadSampleLog:
+    size, known, examples = len(dataset), 0, []
+    if isinstance(dataset, Reporting):
+        report = dataset.report
+        size, known = size + report.bad, report.bad
+        examples = [
+            f"{where}: {entry.reason}" for entry in report.skipped.values() if entry.bad for where in entry.examples
+        ]
+    log = BadSampleLog(size=size, known=known, on_bad_sample=on_bad_sample, max_fraction=max_fraction)
+    log.check_opening(examples)
+    return log
+
+
+def _pin(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.pin_memory()
+    if isinstance(value, Mapping):
+        return {name: _pin(entry) for name, entry in value.items()}
+    return value

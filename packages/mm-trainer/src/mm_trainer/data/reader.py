@@ -1,0 +1,262 @@
+"""Reading frames out of video and image files, by the time they are shown at.
+
+A clip is read on an even grid of times; at each, the frame nearest in time is taken, so a variable frame rate or odd
+timestamps do no harm. Decoding starts at the key frame before the first wanted time and ends with the last wanted one.
+Files are opened inside the call and closed before it returns: no decoder outlives a sample or crosses a fork.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+RATE_TOLERANCE = 0.05
+"""Fraction of a frame that a duration may fall short by: containers round times to a millisecond or so."""
+
+
+class MediaError(Exception):
+    """A file that can't be used; the message is the reason, without the path."""
+
+
+@dataclass(frozen=True)
+class MediaInfo:
+    """What a file holds, upright as a player would show it."""
+
+    width: int
+    """Pixels, rotation and pixel aspect applied."""
+    height: int
+    frames: int
+    fps: float
+    """Average rate; 0 for an image."""
+    duration: float
+    """Seconds from the first frame's start to the last frame's end; 0 for an image."""
+
+    def frames_at(self, fps: float | None) -> int:
+        """How many frames the clip gives at a rate (frames per second; None: its own)."""
+        if self.fps == 0:
+            return 1
+        if fps is None:
+            return self.frames
+        return max(1, math.floor(self.duration * fps + RATE_TOLERANCE))
+
+
+def is_image(path: str | Path) -> bool:
+    """Whether a file is read as an image, by its suffix."""
+    return Path(path).suffix.lower() in IMAGE_SUFFIXES
+
+
+def probe(path: str | Path) -> MediaInfo:
+    """Look at a file: the header, and the first frame, since rotation is a frame's property.
+
+    Raises:
+        MediaError: it can't be opened or decoded.
+    """
+    if is_image(path):
+        height, width = read_image(path).shape[:2]
+        return MediaInfo(width=width, height=height, frames=1, fps=0.0, duration=0.0)
+    with _open_video(path) as (container, stream):
+        duration, frames = _extent(container, stream)
+        first = next(_decode(container, stream), None)
+        if first is None:
+            raise MediaError("no frame can be decoded")
+        height, width = first.height, round(first.width * _pixel_aspect(stream))
+        if first.rotation % 180:
+            height, width = width, height
+        rate = float(stream.average_rate or 0) or (frames / duration if duration else 1.0)
+        return MediaInfo(width=width, height=height, frames=frames, fps=rate, duration=duration)
+
+
+def read_frames(path: str | Path, times: Sequence[float], *, height: int, width: int) -> NDArray[np.uint8]:
+    """The frames shown at the given times, resized without keeping the aspect (the caller chooses a size that does).
+
+    Args:
+        path: a video file.
+        times: ascending, in seconds from the clip's first frame.
+        height: of the result, upright.
+        width: of the result, upright.
+
+    Returns:
+        (F, height, width, 3) RGB.
+
+    Raises:
+        MediaError: the file can't be opened or decoded, or it ends before the last wanted time.
+    """
+    from av.video.reformatter import VideoReformatter
+
+    reformatter = VideoReformatter()  # one scaler context for all frames of the clip
+    out = np.empty((len(times), height, width, 3), dtype=np.uint8)
+    with _open_video(path) as (container, stream):
+        previous: Any = None
+        for slot, frame in enumerate(_nearest(_decode_from(container, stream, times[0]), times)):
+            if frame is previous:
+                out[slot] = out[slot - 1]
+            else:
+                out[slot] = _to_rgb(frame, reformatter, height=height, width=width)
+            previous = frame
+    return out
+
+
+def read_image(path: str | Path) -> NDArray[np.uint8]:
+    """An image file as (H, W, 3) RGB: upright, alpha over white, more than 8 bits scaled down.
+
+    Raises:
+        MediaError: it can't be read.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as file:
+            image: Image.Image = ImageOps.exif_transpose(file)
+            if image.mode in ("I;16", "I;16B", "I;16L", "I"):
+                grey = np.clip(np.asarray(image, dtype=np.int64) // 257, 0, 255).astype(np.uint8)
+                return np.stack([grey] * 3, axis=-1)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return np.asarray(image.convert("RGB"))
+    except FileNotFoundError:
+        raise MediaError("no such file") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise MediaError(f"can't read the image: {error}") from error
+
+
+def resize(image: NDArray[np.uint8], *, height: int, width: int) -> NDArray[np.uint8]:
+    """Resize (H, W, 3) RGB as the frames of a clip are."""
+    from av.video.frame import VideoFrame
+    from av.video.reformatter import VideoReformatter
+
+    return _to_rgb(VideoFrame.from_ndarray(image, format="rgb24"), VideoReformatter(), height=height, width=width)
+
+
+@contextmanager
+def _open_video(path: str | Path) -> Iterator[tuple[InputContainer, Any]]:
+    import av
+    from av.error import FFmpegError
+
+    try:
+        with av.open(str(path), metadata_errors="replace") as container:
+            stream = _video_stream(container)
+            stream.codec_context.thread_count = 1  # parallelism comes from the workers
+            yield container, stream
+    except FileNotFoundError:
+        raise MediaError("no such file") from None
+    except FFmpegError as error:
+        raise MediaError(f"can't decode: {error.strerror}") from error
+
+
+def _video_stream(container: InputContainer) -> Any:
+    from av.stream import Disposition
+
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams:
+        raise MediaError("no video stream")
+    stream = streams[0]
+    if stream.codec_context is None:
+        raise MediaError("can't decode: no decoder for its codec")
+    return stream
+
+
+def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
+    """Duration in seconds and number of frames; from the header, else from the packets (nothing is decoded)."""
+    if stream.duration and stream.frames:
+        return float(stream.duration * stream.time_base), stream.frames
+    start, end, count = math.inf, -math.inf, 0
+    for packet in container.demux(stream):
+        if packet.pts is not None:
+            start, end, count = min(start, packet.pts), max(end, packet.pts + (packet.duration or 0)), count + 1
+    if count == 0:
+        raise MediaError("no packet with a timestamp")
+    container.seek(0)
+    return float((end - start) * stream.time_base), count
+
+
+def _pixel_aspect(stream: Any) -> float:
+    return float(stream.sample_aspect_ratio or 1)
+
+
+def _decode(container: InputContainer, stream: Any) -> Iterator[Any]:
+    return iter(container.decode(stream))
+
+
+def _start_time(stream: Any) -> float:
+    return float((stream.start_time or 0) * stream.time_base)
+
+
+def _decode_from(container: InputContainer, stream: Any, time: float) -> Iterator[tuple[float, Any]]:
+    """Pairs (seconds from the clip's start, frame), from the key frame before ``time`` on."""
+    start = _start_time(stream)
+    if time > 0:
+        container.seek(int((time + start) / stream.time_base), stream=stream)
+    sought = time > 0
+    for frame in _decode(container, stream):
+        if frame.pts is None:
+            raise MediaError("a frame has no timestamp")
+        shown = frame.time - start
+        if sought and shown > time:  # the container's index led too far: read from the start
+            container.seek(stream.start_time or 0, stream=stream)
+            yield from _decode_from(container, stream, 0.0)
+            return
+        sought = False
+        yield shown, frame
+
+
+def _nearest(frames: Iterator[tuple[float, Any]], times: Sequence[float]) -> Iterator[Any]:
+    """For each time the frame nearest to it; of two that are equally near, the earlier."""
+    before = after = next(frames, None)
+    if before is None or after is None:
+        raise MediaError("no frame can be decoded")
+    ended = False
+    for time in times:
+        while not ended and after[0] < time:
+            following = next(frames, None)
+            if following is None:
+                ended = True
+            else:
+                before, after = after, following
+        if ended and time > _end(after):
+            raise MediaError(f"cut off: its frames end at {_end(after):.2f} s, {time:.2f} s is needed")
+        chosen = before if abs(time - before[0]) <= abs(after[0] - time) else after
+        if chosen[1].is_corrupt:
+            raise MediaError(f"the frame at {chosen[0]:.2f} s is damaged")
+        yield chosen[1]
+
+
+def _end(shown: tuple[float, Any]) -> float:
+    time, frame = shown
+    return time + (1 + RATE_TOLERANCE) * float((frame.duration or 0) * frame.time_base)
+
+
+def _to_rgb(frame: Any, reformatter: Any, *, height: int, width: int) -> NDArray[np.uint8]:
+    turns = round(frame.rotation / 90) % 4
+    if turns % 2:
+        height, width = width, height
+    has_alpha = any(component.is_alpha for component in frame.format.components)
+    scaled = reformatter.reformat(
+        frame,
+        width=width,
+        height=height,
+        format="rgba" if has_alpha else "rgb24",
+        interpolation="BICUBIC",
+        threads=1,
+    )
+    image: NDArray[np.uint8] = scaled.to_ndarray()
+    if has_alpha:
+        image = _over_white(image)
+    return np.rot90(image, turns) if turns else image
+
+
+def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    alpha = rgba[..., 3:].astype(np.uint16)
+    mixed = rgba[..., :3] * alpha + 255 * (255 - alpha) + 127
+    return (mixed // 255).astype(np.uint8)

@@ -1,0 +1,64 @@
+"""What became of the rows of a data set: nothing is left out without a word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+SHOWN = 3
+"""Names that a message lists per reason."""
+
+
+@dataclass
+class Skipped:
+    """Rows left out for one reason."""
+
+    reason: str
+    bad: bool
+    """True for broken files, which count towards ``max_bad_fraction``; False for rows that a rule leaves out."""
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, where: str) -> None:
+        self.count += 1
+        if len(self.examples) < SHOWN:
+            self.examples.append(where)
+
+
+@dataclass
+class DataReport:
+    """Rows of a data set: how many there are, and which were left out and why.
+
+    ``skipped`` maps a reason to the rows left out for it.
+    """
+
+    rows: int
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+
+    def skip(self, where: str, reason: str, *, bad: bool) -> None:
+        self.skipped.setdefault(reason, Skipped(reason, bad)).add(where)
+
+    @property
+    def usable(self) -> int:
+        return self.rows - sum(entry.count for entry in self.skipped.values())
+
+    @property
+    def bad(self) -> int:
+        """Rows whose file is broken."""
+        return sum(entry.count for entry in self.skipped.values() if entry.bad)
+
+    def lines(self) -> list[str]:
+        """One line per reason: ``3 of 4 skipped: too short: a.mp4 (9 frames), …``."""
+        out = []
+        for entry in self.skipped.values():
+            more = f" and {entry.count - len(entry.examples)} more" if entry.count > len(entry.examples) else ""
+            out.append(f"{entry.count} of {self.rows} skipped: {entry.reason}: {', '.join(entry.examples)}{more}")
+        return out
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A data set that left rows out when it was opened and says which."""
+
+    @property
+    def report(self) -> DataReport: ...
