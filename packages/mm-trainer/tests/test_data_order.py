@@ -130,8 +130,8 @@ def test_fixed_batches_cover_every_sample_and_quantile_once() -> None:
     for rank in range(2):
         batches = list(fixed_batches(data, quantiles=[0.1, 0.9], micro_batch_size=4, data_rank=rank, data_size=2))
         counts.append(len(batches))
-        for batch, weight in batches:
-            rows = zip(batch["number"].tolist(), batch["quantile"].tolist(), weight.tolist())
+        for batch in batches:
+            rows = zip(batch["number"].tolist(), batch["quantile"].tolist(), batch["sample_weight"].tolist())
             seen += [(number, level) for number, level, kept in rows if kept]
     assert counts[0] == counts[1]
     assert sorted(seen) == [(number, level) for number in range(5) for level in (0.1, 0.9)]

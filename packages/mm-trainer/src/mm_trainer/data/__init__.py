@@ -12,6 +12,8 @@ _HOME = {
     "LatentsDataset": "latents",
     "VideoDataset": "video",
     "WorkerOptions": "loader",
+    "build_loader": "build",
+    "build_validation": "build",
     "fixed_batches": "loader",
     "read_table": "metadata",
 }

@@ -154,7 +154,7 @@ def fixed_batches(
     data_size: int = 1,
     max_samples: int | None = None,
     workers: WorkerOptions | None = None,
-) -> Iterator[tuple[dict[str, Any], Tensor]]:
+) -> Iterator[dict[str, Any]]:
     """Every sample at every quantile once, the same each time: what a validation loss is measured on.
 
     Args:
@@ -167,8 +167,8 @@ def fixed_batches(
         workers: reading ahead.
 
     Yields:
-        (batch, weight): the batch has ``quantile`` (B,) float64 beside ``sample_key``; ``weight`` (B,) float32 is 1, or
-        0 where a sample only fills up. Every data rank yields the same number of batches.
+        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 beside ``sample_key``; the weight is
+        1, or 0 where a sample only fills up. Every data rank yields the same number of batches.
 
     Raises:
         DataError: a sample can't be read: a validation set is small and its loss must mean the same every time.
@@ -184,7 +184,8 @@ def fixed_batches(
         batch = log.check(loaded)
         levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
         batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
-        yield batch, torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)
+        batch["sample_weight"] = torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)
+        yield batch
 
 
 def _fixed_places(

@@ -38,6 +38,12 @@ class DataReport:
     def skip(self, where: str, reason: str, *, bad: bool) -> None:
         self.skipped.setdefault(reason, Skipped(reason, bad)).add(where)
 
+    def absorb(self, entry: Skipped) -> None:
+        """Add what another data set left out for one reason."""
+        own = self.skipped.setdefault(entry.reason, Skipped(entry.reason, entry.bad))
+        own.count += entry.count
+        own.examples = [*own.examples, *entry.examples][:SHOWN]
+
     @property
     def usable(self) -> int:
         return self.rows - sum(entry.count for entry in self.skipped.values())
