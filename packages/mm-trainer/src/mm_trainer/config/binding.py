@@ -1,0 +1,285 @@
+"""Import the plugins that a configuration names, and validate the keys that only they know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel as PydanticModel
+
+from mm_checkpoint.config import WeightSourceConfig
+from mm_trainer import registry
+from mm_trainer.config.data import DatasetEntry, DatasetParam, MixEntry
+from mm_trainer.config.diagnose import from_value_error, located, validate
+from mm_trainer.config.document import Document, split_key
+from mm_trainer.config.fields import OpenSection, absolute_paths
+from mm_trainer.config.model import ModelConfig, SubModelConfig
+from mm_trainer.config.schema import TrainerConfig, section_keys
+from mm_trainer.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from mm_trainer.contracts.container import ModelContainer
+    from mm_trainer.contracts.dataset import DatasetFactory
+    from mm_trainer.contracts.model import BaseModel
+    from mm_trainer.contracts.pipeline import GenerativePipeline
+    from mm_trainer.contracts.spec import ModelSpec, Options
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DatasetBinding:
+    """One data set of ``data.dataset_param``, alone or in a mix.
+
+    Args:
+        key: where it stands in the configuration.
+        factory: makes it.
+        params: its keys as validated plain values, paths absolute.
+        weight: share in the mix.
+        repeats: passes per epoch of the mix.
+    """
+
+    key: str
+    factory: DatasetFactory
+    params: Mapping[str, Any]
+    weight: float = 1.0
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class BoundConfig:
+    """A configuration together with the classes it names.
+
+    Args:
+        config: the configuration; paths among the plugins' keys are absolute now.
+        container_class: None for a single model.
+        container_options: instance of the container's ``Options``.
+        pipeline_class: of ``model.pipeline`` or the container's own; None where neither names one.
+        model_classes: sub-model name → class; a single model is called ``model``.
+        specs: sub-model name → what its class is built from.
+        task: ``model.task``.
+        datasets: of ``data.dataset_param``, one or a mix.
+        val_datasets: of ``data.val_dataset_param``, maybe none.
+        notes: what is missing here and would stop a start.
+    """
+
+    config: TrainerConfig
+    container_class: type[ModelContainer] | None
+    container_options: Options
+    pipeline_class: type[GenerativePipeline] | None
+    model_classes: Mapping[str, type[BaseModel]]
+    specs: Mapping[str, ModelSpec]
+    task: str | None
+    datasets: tuple[DatasetBinding, ...]
+    val_datasets: tuple[DatasetBinding, ...]
+    notes: tuple[str, ...] = ()
+
+
+def bind(config: TrainerConfig, *, require_files: bool = True) -> BoundConfig:
+    """Import what ``config`` names and validate the plugins' own keys.
+
+    Args:
+        config: as loaded, or as resolved.
+        require_files: refuse undefined variables and missing files; otherwise they are noted, and a sub-model whose
+            weights aren't there gets a spec without a source.
+
+    Raises:
+        ConfigError: a key that no plugin knows, a plugin that isn't there, a missing file.
+    """
+    return _Binder(config, require_files).bind()
+
+
+class _Binder:
+    def __init__(self, config: TrainerConfig, require_files: bool) -> None:
+        self._config, self._require_files = config, require_files
+        self._document: Document = config.document
+        self._notes: list[str] = []
+
+    def bind(self) -> BoundConfig:
+        from mm_trainer.contracts.spec import NoOptions
+
+        config, model = self._config, self._config.model
+        self._check_variables()
+        for i, module in enumerate(config.training.plugin):
+            self._load(registry.import_plugin, module, f"training.plugin.{i}")
+        self._check_files(config)
+        container_class, container_options = None, NoOptions()
+        pipeline_class = None
+        if model.models is not None:
+            container_class = self._load(registry.load_container, model.model_id, "model.model_id")
+            container_options = self._options(container_class.Options, model, "model", ModelConfig)
+            pipeline_id = model.pipeline or container_class.pipeline_id
+            if pipeline_id is not None:
+                pipeline_class = self._load(registry.load_pipeline, pipeline_id, "model.pipeline")
+        bound_models = {name: self._model(name, sub) for name, sub in model.sub_models.items()}
+        specs = {name: spec for name, (_, spec) in bound_models.items()}
+        if container_class is not None:
+            self._located(lambda: container_class.validate_specs(specs, container_options, model.task), "model")
+        datasets, data_param = self._datasets("dataset_param")
+        val_datasets, val_param = self._datasets("val_dataset_param")
+        data = config.data.model_copy(update={"dataset_param": data_param, "val_dataset_param": val_param})
+        return BoundConfig(
+            config=replace(config, data=data),
+            container_class=container_class,
+            container_options=container_options,
+            pipeline_class=pipeline_class,
+            model_classes={name: cls for name, (cls, _) in bound_models.items()},
+            specs=specs,
+            task=model.task,
+            datasets=datasets,
+            val_datasets=val_datasets,
+            notes=tuple(self._notes),
+        )
+
+    # --- models ---------------------------------------------------------------------------------------------------
+
+    def _model(self, name: str, sub: SubModelConfig) -> tuple[type[BaseModel], ModelSpec]:
+        from mm_trainer.contracts.spec import ModelSpec
+
+        key = self._config.model.key_of(name)
+        model_class = self._load(registry.load_model, sub.model_id, f"{key}.model_id")
+        beside = SubModelConfig if self._config.model.models is not None else ModelConfig
+        options = self._options(model_class.Options, sub, key, beside)
+        default = self._config.training.init_model_with_meta_device
+        spec = ModelSpec(
+            name=name,
+            model_id=sub.model_id,
+            source=self._source(sub, key),
+            dtype=sub.dtype or "fp32",
+            meta_init=default if sub.meta_init is None else sub.meta_init,
+            freeze=sub.freeze,
+            architecture=sub.architecture,
+            attn_implementation=sub.attn_implementation,
+            skip_to_device=sub.skip_to_device,
+            task=self._config.model.task,
+            options=options,
+        )
+        return model_class, spec
+
+    def _source(self, sub: SubModelConfig, key: str) -> WeightSourceConfig:
+        """The sub-model's weight source; where files may be missing, without what isn't there."""
+        source = sub.source
+        if self._require_files:
+            from mm_checkpoint import resolve_source
+            from mm_checkpoint.errors import BadInputError
+
+            try:
+                resolve_source(source)
+            except BadInputError as error:
+                blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
+                raise self._error(str(error), f"{key}.{blamed}") from error
+            return source
+        for name in ("checkpoint_path", "from_pretrained"):
+            path = getattr(source, name)
+            if path is not None and not os.path.exists(path):
+                if "$" not in path:  # an undefined variable has been noted
+                    self._note(f"{path} isn't here", f"{key}.{name}")
+                source = replace(source, **{name: None})
+        return source
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def _datasets(self, section: str) -> tuple[tuple[DatasetBinding, ...], DatasetParam | None]:
+        """Bindings of one or several data sets, and the section with absolute paths."""
+        param: DatasetParam | None = getattr(self._config.data, section)
+        if param is None:
+            return (), None
+        key = f"data.{section}"
+        if param.datasets is None:
+            binding, extras = self._dataset(DatasetEntry(**_given(param)), key)
+            return (binding,), param.model_copy(update=extras)
+        shared = _given(param)
+        del shared["datasets"]
+        bindings, entries = [], []
+        for i, entry in enumerate(param.datasets):
+            complete = MixEntry(**shared | _given(entry))
+            binding, extras = self._dataset(complete, f"{key}.datasets.{i}")
+            bindings.append(replace(binding, weight=entry.weight, repeats=entry.repeats))
+            entries.append(complete.model_copy(update=extras))
+        return tuple(bindings), DatasetParam(datasets=tuple(entries))
+
+    def _dataset(self, entry: DatasetEntry, key: str) -> tuple[DatasetBinding, Mapping[str, Any]]:
+        """The binding of one data set, and its own keys with absolute paths."""
+        assert entry.dataset_type is not None  # the section refuses it
+        factory = self._load(registry.load_dataset_factory, entry.dataset_type, f"{key}.dataset_type")
+        extras: Mapping[str, Any] = entry.extras
+        options_class = getattr(factory, "Options", None)
+        if isinstance(options_class, type) and issubclass(options_class, PydanticModel):
+            shared = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer and str(entry.tokenizer)}
+            values = extras | {name: shared[name] for name in shared.keys() & options_class.model_fields.keys()}
+            options = validate(
+                options_class, values, self._document, split_key(key), known=section_keys(), beside=MixEntry
+            )
+            options = absolute_paths(options, self._document.environment.cwd)
+            extras = {name: value for name, value in options.model_dump().items() if name not in shared}
+        self._check_paths(extras, key)
+        params = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer, **extras}
+        return DatasetBinding(key, factory, params), extras
+
+    # --- files ----------------------------------------------------------------------------------------------------
+
+    def _check_variables(self) -> None:
+        for undefined in self._document.undefined:
+            names = ", ".join(undefined.names)
+            verb = "is" if len(undefined.names) == 1 else "are"
+            self._missing(f"the environment variable {names} {verb} not defined", undefined.key)
+
+    def _check_files(self, config: TrainerConfig) -> None:
+        training = config.training
+        if isinstance(training.load, Path):
+            self._check_path(training.load, "training.load")
+        if training.init_from is not None:
+            self._check_path(training.init_from, "training.init_from")
+        if config.data.cache is not None:
+            self._check_path(config.data.cache, "data.cache")
+
+    def _check_paths(self, values: Mapping[str, Any], key: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Path):
+                self._check_path(value, f"{key}.{name}")
+
+    def _check_path(self, path: Path, key: str) -> None:
+        if not path.exists() and not str(path).startswith("$"):
+            self._missing(f"{path} doesn't exist", key)
+
+    def _missing(self, message: str, key: str) -> None:
+        if self._require_files:
+            raise self._error(message, key)
+        self._note(message, key)
+
+    def _note(self, message: str, key: str) -> None:
+        self._notes.append(str(self._error(message, key)))
+
+    # --- errors ---------------------------------------------------------------------------------------------------
+
+    def _error(self, message: str, key: str) -> ConfigError:
+        return located(self._document, ConfigError(message, key=key))
+
+    def _load(self, load: Callable[[str], T], name: str, key: str) -> T:
+        try:
+            return load(name)
+        except PluginError as error:
+            raise self._error(str(error), key) from error
+
+    def _options(self, options: type[T], section: OpenSection, key: str, beside: type) -> T:
+        validated = validate(
+            options, section.extras, self._document, split_key(key), known=section_keys(), beside=beside
+        )
+        absolute: T = absolute_paths(validated, self._document.environment.cwd)
+        return absolute
+
+    def _located(self, check: Callable[[], None], key: str) -> None:
+        try:
+            check()
+        except ConfigError as error:
+            raise located(self._document, error) from error
+        except ValueError as error:
+            raise from_value_error(self._document, error, split_key(key)) from error
+
+
+def _given(section: OpenSection) -> dict[str, Any]:
+    """The keys that were written, plugin keys included."""
+    return {name: getattr(section, name) for name in section.model_fields_set}

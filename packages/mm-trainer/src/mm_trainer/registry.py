@@ -1,0 +1,202 @@
+"""What is installed: models, containers, pipelines, data sets and recipes, from entry points and decorators.
+
+Looking at the list imports nothing; a plugin is imported when its name is used. Code that isn't packaged registers with
+the decorators here, in a module that ``training.plugin`` names::
+
+    @register_model("my_dit")
+    class MyDiT(BaseModel): ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata, resources
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mm_trainer.errors import PluginError
+
+if TYPE_CHECKING:
+    from mm_trainer.contracts.container import ModelContainer
+    from mm_trainer.contracts.dataset import DatasetFactory
+    from mm_trainer.contracts.model import BaseModel
+    from mm_trainer.contracts.pipeline import GenerativePipeline
+
+MODELS = "mm_trainer.models"
+CONTAINERS = "mm_trainer.containers"
+PIPELINES = "mm_trainer.pipelines"
+DATASETS = "mm_trainer.datasets"
+RECIPES = "mm_trainer.recipes"
+GROUPS = (MODELS, CONTAINERS, PIPELINES, DATASETS, RECIPES)
+"""Entry-point groups that mm-trainer reads."""
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Who offers an object under a name.
+
+    Args:
+        distribution: the installed distribution, or the module that used a decorator.
+        target: ``module:object``.
+        version: of the distribution; empty for a module.
+    """
+
+    distribution: str
+    target: str
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} ({self.target})"
+
+
+_decorated: dict[tuple[str, str], dict[Provider, Any]] = {}
+"""(group, name) → what decorators registered, by provider."""
+
+
+def register_model(name: str) -> Callable[[T], T]:
+    """Class decorator: offer a `BaseModel` under ``name``."""
+    return _register(MODELS, name)
+
+
+def register_container(name: str) -> Callable[[T], T]:
+    """Class decorator: offer a `ModelContainer` under ``name``."""
+    return _register(CONTAINERS, name)
+
+
+def register_pipeline(name: str) -> Callable[[T], T]:
+    """Class decorator: offer a `GenerativePipeline` under ``name``."""
+    return _register(PIPELINES, name)
+
+
+def register_dataset(name: str) -> Callable[[T], T]:
+    """Decorator: offer a data set factory under ``name``."""
+    return _register(DATASETS, name)
+
+
+def _register(group: str, name: str) -> Callable[[T], T]:
+    def decorate(target: T) -> T:
+        provider = Provider(f"module {target.__module__}", f"{target.__module__}:{target.__qualname__}")
+        _decorated.setdefault((group, name), {})[provider] = target  # a module that is run again replaces its own
+        return target
+
+    return decorate
+
+
+def installed(group: str) -> dict[str, list[Provider]]:
+    """Name → who offers it, sorted by name; nothing is imported."""
+    found: dict[str, set[Provider]] = {}
+    for entry in metadata.entry_points(group=group):
+        name, version = (entry.dist.name, entry.dist.version) if entry.dist is not None else ("unknown", "")
+        normalized = re.sub(r"[-_.]+", "-", name).lower()
+        found.setdefault(entry.name, set()).add(Provider(normalized, entry.value, version))
+    for (decorated_group, name), providers in _decorated.items():
+        if decorated_group == group:
+            found.setdefault(name, set()).update(providers)
+    return {name: sorted(found[name], key=str) for name in sorted(found)}
+
+
+def load_model(name: str) -> type[BaseModel]:
+    """The model class called ``name``; raises `PluginError`."""
+    from mm_trainer.contracts.model import BaseModel
+
+    return _load_class(MODELS, name, BaseModel)
+
+
+def load_container(name: str) -> type[ModelContainer]:
+    """The container class called ``name``; raises `PluginError`."""
+    from mm_trainer.contracts.container import ModelContainer
+
+    return _load_class(CONTAINERS, name, ModelContainer)
+
+
+def load_pipeline(name: str) -> type[GenerativePipeline]:
+    """The pipeline class called ``name``; raises `PluginError`."""
+    from mm_trainer.contracts.pipeline import GenerativePipeline
+
+    return _load_class(PIPELINES, name, GenerativePipeline)
+
+
+def load_dataset_factory(name: str) -> DatasetFactory:
+    """The data set factory called ``name``; raises `PluginError`."""
+    target, provider = _load(DATASETS, name)
+    if not callable(target):
+        raise PluginError(f"{name!r} in {DATASETS} of {provider} is not callable, but a {type(target).__name__}")
+    return cast("DatasetFactory", target)
+
+
+def import_plugin(module: str) -> None:
+    """Import a module of ``training.plugin``, so that its decorators run.
+
+    Raises:
+        PluginError: with the cause.
+    """
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the user must learn which plugin it was
+        raise PluginError(f"the plugin module {module!r} can't be imported: {_cause(error)}") from error
+
+
+def recipes() -> dict[str, list[Provider]]:
+    """Recipe name → who ships it."""
+    return installed(RECIPES)
+
+
+def read_recipe(name: str) -> str:
+    """YAML text of a recipe.
+
+    The entry point's value is ``package:file.yaml``, a resource of that package.
+
+    Raises:
+        PluginError: unknown, claimed twice, or not there.
+    """
+    provider = _provider(RECIPES, name)
+    package, _, file = provider.target.partition(":")
+    try:
+        return (resources.files(package) / file).read_text(encoding="utf-8")
+    except (OSError, ImportError) as error:
+        raise PluginError(f"the recipe {name!r} of {provider} can't be read: {_cause(error)}") from error
+
+
+def _provider(group: str, name: str) -> Provider:
+    """The one provider of ``name``."""
+    offers = installed(group)
+    if name not in offers:
+        close = get_close_matches(name, offers, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PluginError(f"no {name!r} in the group {group}{hint} (installed: {', '.join(offers) or 'none'})")
+    providers = offers[name]
+    if len(providers) > 1:
+        raise PluginError(
+            f"{name!r} in the group {group} is claimed by {len(providers)} providers: "
+            f"{', '.join(map(str, providers))}; uninstall or rename all but one"
+        )
+    return providers[0]
+
+
+def _load(group: str, name: str) -> tuple[Any, Provider]:
+    provider = _provider(group, name)
+    if provider in _decorated.get((group, name), {}):
+        return _decorated[group, name][provider], provider
+    try:
+        return metadata.EntryPoint(name=name, group=group, value=provider.target).load(), provider
+    except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the user must learn which plugin it was
+        raise PluginError(
+            f"{name!r} in the group {group}: {provider.target} of the distribution {provider.distribution} "
+            f"can't be loaded: {_cause(error)}"
+        ) from error
+
+
+def _load_class(group: str, name: str, base: type) -> Any:
+    target, provider = _load(group, name)
+    if not (isinstance(target, type) and issubclass(target, base)):
+        raise PluginError(f"{name!r} in the group {group}: {provider} is no subclass of {base.__name__}")
+    return target
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
