@@ -16,14 +16,12 @@ def train_rank(
 ) -> list[dict[str, Any]]:
     """Train and return the records of metrics.jsonl (rank 0's; other ranks return the same file's content)."""
     from mm_parallel import ParallelMesh
-    from mm_trainer.config import load_config, resolve
-    from mm_trainer.environment import RankEnvironment
+    from mm_trainer.config import bind, load_config, resolve
     from mm_trainer.run import run_training
 
     os.environ.update(environ)
     config = resolve(load_config(recipe, overrides), world_size)
-    environment = RankEnvironment(rank, rank, world_size, world_size, launched=True)
-    run_training(config, ParallelMesh.build(config.mesh, device_type="cpu"), environment)
+    run_training(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
     return read_metrics(Path(config.training.save))
 
 

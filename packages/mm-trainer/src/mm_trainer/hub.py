@@ -168,7 +168,7 @@ def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
         return
     if spec.freeze:
         parameters = dict(model.named_parameters())
-        for name in match_parameters(parameters, spec.freeze, what=f"model.models.{spec.name}.freeze"):
+        for name in match_parameters(parameters, spec.freeze, key=f"model.models.{spec.name}.freeze"):
             parameters[name].requires_grad_(False)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
-from mm_parallel import PatternError, compile_pattern, nearest_names
+from mm_parallel.patterns import PatternError, compile_pattern
+from mm_trainer.errors import ConfigError
 
 
-def match_parameters(names: Iterable[str], patterns: Sequence[str], *, what: str) -> set[str]:
+def match_parameters(names: Iterable[str], patterns: Sequence[str], *, key: str) -> set[str]:
     """Names of the parameters that any pattern means.
 
     The vocabulary is that of module patterns (``{*}``, ``{0-9}``, ``*`` within a component). A pattern means a
@@ -17,18 +19,23 @@ def match_parameters(names: Iterable[str], patterns: Sequence[str], *, what: str
     Args:
         names: full parameter names.
         patterns: each must match something.
-        what: the setting they come from, for the message.
+        key: dotted key of the setting they come from.
 
     Raises:
-        PatternError: a pattern that matches nothing, with the nearest names.
+        ConfigError: a pattern that is malformed or matches nothing, with the nearest names.
     """
-    names = list(names)
+    parts = {name: _parts(name) for name in names}
     matched: set[str] = set()
     for pattern in patterns:
-        expression = compile_pattern(pattern, what=what)
-        found = {name for name in names if any(expression.fullmatch(part) for part in _parts(name))}
+        try:
+            expression = compile_pattern(pattern, what="pattern")
+        except PatternError as error:
+            raise ConfigError(str(error), key=key) from error
+        found = {name for name, own in parts.items() if any(expression.fullmatch(part) for part in own)}
         if not found:
-            raise PatternError(f"{what}: {pattern!r} matches no parameter; nearest: {nearest_names(pattern, names)}")
+            close = get_close_matches(pattern, sorted({part for own in parts.values() for part in own}), n=3)
+            hint = f"; nearest: {', '.join(close)}" if close else ""
+            raise ConfigError(f"pattern {pattern!r} matches no parameter{hint}", key=key)
         matched |= found
     return matched
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +18,20 @@ from rich.console import Console
 from rich.table import Table
 
 from mm_checkpoint import CheckpointManager
-from mm_parallel import ParallelMesh
-from mm_trainer.config import ResolvedConfig, TrainerConfig, bind, dump_resolved, resolve
-from mm_trainer.data import build_loader, build_validation
-from mm_trainer.engine.conditions import ConditionBatcher
-from mm_trainer.engine.engine import Progress, TrainEngine, to_device
+from mm_parallel import ParallelMesh, default_device_type, process_group_backend
+from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
+from mm_trainer.config.environment import RankEnvironment
+from mm_trainer.data import BatchLoader
+from mm_trainer.datasets import make_loader, make_validation
+from mm_trainer.engine.conditions import Batch, ConditionBatcher
+from mm_trainer.engine.ema import WeightAverage
+from mm_trainer.engine.engine import Services, TrainEngine, to_device
 from mm_trainer.engine.lr import LearningRate
 from mm_trainer.engine.metrics import MetricsWriter
-from mm_trainer.engine.optim import build_optimizer
-from mm_trainer.engine.state import CheckpointIO
-from mm_trainer.environment import RankEnvironment
+from mm_trainer.engine.optim import NamedOptimizer, build_optimizer
+from mm_trainer.engine.profiling import ProfileWindows
+from mm_trainer.engine.signals import RequestWatcher
+from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.hub import BuiltModel, build_model, summary_rows
 
 log = logging.getLogger(__name__)
@@ -38,31 +44,26 @@ def train(config: TrainerConfig) -> int:
         the exit code, 0. Whatever goes wrong raises: `InputError` for the user's input, anything else for a fault.
     """
     environment = RankEnvironment.read()
-    logging.basicConfig(
-        level=logging.INFO if environment.rank == 0 else logging.WARNING,
-        format="%(message)s" if environment.rank == 0 else f"[rank {environment.rank}] %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    resolved = resolve(config, environment.world_size)
-    device = pick_device(environment)
-    with process_group(environment, device, timeout_s=resolved.parallel.timeout_s):
-        run_training(resolved, ParallelMesh.build(resolved.mesh, device_type=device.type), environment)
+    rank = environment or RankEnvironment()
+    set_up_logging(rank.rank)
+    resolved = resolve(config, rank.world_size)
+    bound = bind(resolved)
+    device_type = pick_device(rank.local_rank)
+    if resolved.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
+        run_training(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type))
     return 0
 
 
-def run_training(config: ResolvedConfig, mesh: ParallelMesh, environment: RankEnvironment) -> None:
+def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> None:
     """Build, load or resume, and train on the ranks of ``mesh``; the process group is initialised."""
-    training = config.training
-    bound = bind(config)
-    folder = Path(training.save) if training.save else None
-    main_rank = environment.rank == 0
-    manager = resume_from = None
-    if folder is not None:
-        manager = CheckpointManager(
-            folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
-        )
-        resume_from = manager.resolve(training.load)
+    training, main_rank = config.training, mesh.rank == 0
+    folder = Path(training.save)
+    manager = CheckpointManager(
+        folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
+    )
+    resume_from = manager.resolve(training.load) if training.load is not None else None
     built = build_model(
         bound,
         mesh,
@@ -71,47 +72,31 @@ def run_training(config: ResolvedConfig, mesh: ParallelMesh, environment: RankEn
         seed=training.seed,
         resuming=resume_from is not None,
     )
-    if main_rank:
-        print_summary(built)
     optimizers = {
         name: build_optimizer(model, training, prefix=f"{name}." if name else "")
         for name, model in built.trainable.items()
     }
-    loader = build_loader(config, bound, mesh)
+    ema = _make_ema(built, training)
+    resolved_text = dump_resolved(config)
+    checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
+    spec = built.model.input_spec()
+    loader = make_loader(config, bound, spec, mesh)
     progress = Progress()
-    checkpoints = None
-    if manager is not None:
-        checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=dump_resolved(config))
     if resume_from is not None:
         state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
-        progress = Progress(step=state["step"], samples=state["samples"])
         loader.load_state_dict(state["data"])
-        log.info("resumed step %d (%d samples) from %s", progress.step, progress.samples, resume_from)
-    if main_rank and folder is not None:
+        progress = Progress(state["step"], state["samples"])
+        log.info("resumed from %s: step %d, %d samples seen", resume_from, progress.step, progress.samples)
+    learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
+    if main_rank:
+        print_summary(built)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.resolved.yaml").write_text(dump_resolved(config), encoding="utf-8")
-    learning_rate = LearningRate(
-        peak=training.lr,
-        floor=training.lr_min,
-        style=training.lr_decay_style,
-        warmup_steps=training.warmup_steps,
-        total_steps=training.train_iters,
-    )
-    batches = iter(loader)
-    if training.condition_mbs > 1:
-        pipeline = built.model.pipeline
-        batches = iter(
-            ConditionBatcher(
-                batches,
-                lambda batch: pipeline.prepare_conditions(built.model, to_device(batch, mesh.device)),
-                every=training.condition_mbs,
-            )
-        )
+        (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
     with MetricsWriter(
         folder,
-        total_steps=training.train_iters,
+        total_steps=learning_rate.total_steps,
         first_step=progress.step,
-        enabled=main_rank and folder is not None,
+        enabled=main_rank,
         tensorboard=config.tools.logging.tensorboard,
     ) as metrics:
         TrainEngine(
@@ -120,39 +105,107 @@ def run_training(config: ResolvedConfig, mesh: ParallelMesh, environment: RankEn
             mesh=mesh,
             config=training,
             learning_rate=learning_rate,
-            batches=batches,
-            data_state=loader.state_dict,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            validation=build_validation(config, bound, mesh),
+            batches=_batches(loader, built, training, mesh),
+            services=Services(
+                # Condition batching takes batches ahead of their use, so the position follows from the step.
+                data_state=lambda: loader.state_dict(step=progress.step),
+                checkpoints=checkpoints,
+                metrics=metrics,
+                requests=RequestWatcher(folder),
+                profiles=_make_profiles(config, mesh, built, optimizers),
+                validation=make_validation(config, bound, spec, mesh),
+                ema=ema,
+            ),
             progress=progress,
+            reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
         ).train()
 
 
-def pick_device(environment: RankEnvironment) -> torch.device:
-    """This rank's accelerator, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    device = torch.device(accelerator.type, environment.local_rank)
-    torch.accelerator.set_device_index(environment.local_rank)
-    return device
+def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> LearningRate:
+    """The schedule; a length in epochs becomes one in steps."""
+    total = training.train_iters or (training.train_epochs or 0) * steps_per_epoch
+    warmup = training.lr_warmup_iters
+    return LearningRate(
+        peak=training.lr,
+        floor=training.lr_min,
+        style=training.lr_decay_style,
+        warmup_steps=math.ceil(training.lr_warmup_ratio * total) if warmup is None else warmup,
+        total_steps=total,
+    )
+
+
+def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | None:
+    if not training.ema.enable:
+        return None
+    parameters = {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, model in built.trainable.items()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return WeightAverage(parameters, decay=training.ema.decay)
+
+
+def _make_profiles(
+    config: ResolvedConfig, mesh: ParallelMesh, built: BuiltModel, optimizers: dict[str, NamedOptimizer]
+) -> ProfileWindows:
+    return ProfileWindows(
+        config.tools.profile,
+        config.tools.memory_profile,
+        folder=Path(config.training.save),
+        rank=mesh.rank,
+        sub_models=built.sub_models,
+        optimizers=optimizers,
+    )
+
+
+def _batches(loader: BatchLoader, built: BuiltModel, training: TrainingConfig, mesh: ParallelMesh) -> Iterator[Batch]:
+    if training.condition_mbs == 1:
+        return iter(loader)
+    pipeline: Any = built.model.pipeline
+
+    def prepare(batch: Batch) -> Any:
+        return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
+
+    return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs))
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def set_up_logging(rank: int) -> None:
+    """Rank 0 reports what happens; the others only what goes wrong."""
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def pick_device(local_rank: int) -> str:
+    """Make this rank's accelerator the current one; returns its type, ``cpu`` where there is none."""
+    device_type = default_device_type()
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(local_rank)
+    return device_type
 
 
 @contextmanager
-def process_group(environment: RankEnvironment, device: torch.device, *, timeout_s: float) -> Iterator[None]:
-    """The default process group, with a CPU backend beside the device's (asynchronous saves need one)."""
-    backend = dist.get_default_backend_for_device(device.type)
-    if device.type != "cpu":
-        backend = f"cpu:gloo,{device.type}:{backend}"
+def process_group(environment: RankEnvironment | None, device_type: str, *, timeout_s: float) -> Iterator[None]:
+    """The default process group, with a CPU backend beside the device's (asynchronous saves need one).
+
+    Args:
+        environment: None for a single process that no launcher started; it meets itself over a file, which needs no
+            port and so can't collide with another job.
+    """
     with tempfile.TemporaryDirectory() as rendezvous:
-        # A single process needs no port: a file does, and can't collide with another job's.
-        init_method = "env://" if environment.launched else f"file://{rendezvous}/store"
+        rank = environment or RankEnvironment()
         dist.init_process_group(
-            backend,
-            init_method=init_method,
-            rank=environment.rank,
-            world_size=environment.world_size,
+            process_group_backend(device_type),
+            init_method="env://" if environment else f"file://{rendezvous}/store",
+            rank=rank.rank,
+            world_size=rank.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
         # No collective on the way out of an error: peers may be gone. The process's end tears the group down.

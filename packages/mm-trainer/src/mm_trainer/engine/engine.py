@@ -9,6 +9,7 @@ It assumes three things of what it trains, and nothing else:
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, reshard, set_gradient_sync
+from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, set_gradient_sync
 from mm_trainer.config import TrainingConfig
 from mm_trainer.engine.conditions import Batch
+from mm_trainer.engine.ema import WeightAverage
+from mm_trainer.engine.guard import NumberGuard
 from mm_trainer.engine.lr import LearningRate
 from mm_trainer.engine.metrics import MetricsWriter
 from mm_trainer.engine.optim import NamedOptimizer
-from mm_trainer.engine.state import CheckpointIO
+from mm_trainer.engine.profiling import ProfileWindows
+from mm_trainer.engine.signals import Request, RequestWatcher
+from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.engine.validation import validate
-from mm_trainer.errors import TrainingFault
+from mm_trainer.engine.watchdog import watchdog
 from mm_trainer.hub import BuiltModel
 
 log = logging.getLogger(__name__)
@@ -36,14 +42,27 @@ log = logging.getLogger(__name__)
 HOST_KEYS = frozenset({"sample_key", "quantile", "sample_weight"})
 
 
-@dataclass
-class Progress:
-    """How far a run has come; saved and restored as one."""
+@dataclass(frozen=True)
+class Services:
+    """What surrounds the loop; each is a small object with one job.
 
-    step: int = 0
-    """Finished optimizer steps."""
-    samples: int = 0
-    """Samples of the global batch seen so far."""
+    Args:
+        data_state: exact position of the loader, as of the micro-batches that were consumed.
+        checkpoints: saves the run; None if nothing is saved (a dry run).
+        metrics: where figures go.
+        requests: stop and save requests from outside.
+        profiles: recordings of a few steps.
+        validation: makes the fixed validation batches anew at each call; None without a validation set.
+        ema: running average of the trained weights.
+    """
+
+    data_state: Callable[[], Mapping[str, Any]]
+    checkpoints: CheckpointIO | None
+    metrics: MetricsWriter
+    requests: RequestWatcher
+    profiles: ProfileWindows
+    validation: Callable[[], Iterator[Batch]] | None = None
+    ema: WeightAverage | None = None
 
 
 class TrainEngine:
@@ -56,10 +75,9 @@ class TrainEngine:
         config: the resolved ``training`` section.
         learning_rate: schedule over optimizer steps.
         batches: endless iterator over this rank's micro-batches.
-        data_state: exact position of the loader, as of the micro-batches that were consumed.
-        checkpoints: saves and restores; None if the run saves nothing.
-        metrics: where figures go.
-        validation: makes the fixed validation batches anew at each call; None without a validation set.
+        services: what surrounds the loop.
+        progress: where the run stands; advanced in place.
+        reduce_every_micro_step: see `mm_parallel.set_gradient_sync`.
     """
 
     def __init__(
@@ -71,122 +89,125 @@ class TrainEngine:
         config: TrainingConfig,
         learning_rate: LearningRate,
         batches: Iterator[Batch],
-        data_state: Callable[[], Mapping[str, Any]],
-        checkpoints: CheckpointIO | None,
-        metrics: MetricsWriter,
-        validation: Callable[[], Iterator[Batch]] | None = None,
-        progress: Progress | None = None,
+        services: Services,
+        progress: Progress,
+        reduce_every_micro_step: bool = False,
     ) -> None:
-        self.built = built
-        self.model = built.model
-        self.optimizers = optimizers
-        self.mesh = mesh
-        self.config = config
-        self.learning_rate = learning_rate
-        self.batches = batches
-        self.data_state = data_state
-        self.checkpoints = checkpoints
-        self.metrics = metrics
-        self.validation = validation
-        self.progress = progress or Progress()
-        self.total_steps = learning_rate.total_steps
+        self.built, self.model = built, built.model
+        self.optimizers, self.mesh, self.config = optimizers, mesh, config
+        self.learning_rate, self.total_steps = learning_rate, learning_rate.total_steps
+        self.batches, self.services, self.progress = batches, services, progress
+        self.reduce_every_micro_step = reduce_every_micro_step
+        self.guard = NumberGuard(config.nan_policy)
         self._accumulation = int(config.gradient_accumulation_steps)
         self._frozen = [m for m in built.sub_models.values() if not any(p.requires_grad for p in m.parameters())]
 
     def train(self) -> None:
-        """Run to the last step: the model is left trained, validated and saved."""
+        """Run to the last step, or to a stop request; the run is left validated (at its end) and saved."""
         if self.progress.step == 0:
-            self._validate_if_due(force=True)
+            self._validate()
+        gc.disable()  # ranks that collect at different steps make all the others wait
+        try:
+            with self.services.requests.installed():
+                self._loop()
+        finally:
+            gc.enable()
+        if self.services.checkpoints is not None:
+            self.services.checkpoints.close()
+
+    def _loop(self) -> None:
         window = _Window(self.mesh.device)
         while self.progress.step < self.total_steps:
-            loss, grad_norm, lr = self.train_step(window)
-            if self.progress.step % self.config.log_interval == 0 or self.progress.step == self.total_steps:
-                self._log(window, loss, grad_norm, lr)
+            step = self.progress.step + 1
+            self.services.profiles.before(step)
+            with watchdog(self.config.step_timeout_s or 0):
+                grad_norm, lr = self.train_step(window)
+            self.services.profiles.after(step)
+            request = self.services.requests.poll()
+            last = step == self.total_steps
+            if step % self.config.log_interval == 0 or last or request.stop:
+                self.guard.check()
+                self._log(window, grad_norm, lr)
                 window = _Window(self.mesh.device)
-            last = self.progress.step == self.total_steps
-            self._validate_if_due(force=last)
-            self._save_if_due(force=last)
-        if self.checkpoints is not None:
-            self.checkpoints.close()
+            if step % self.config.gc_interval == 0:
+                gc.collect()
+            if last or (self.config.val_interval and step % self.config.val_interval == 0):
+                self._validate()
+            self._save_if_due(request, last=last)
+            if request.stop and not last:
+                log.info("asked to stop: ended after step %d of %d", step, self.total_steps)
+                return
 
-    def train_step(self, window: _Window) -> tuple[Tensor, Tensor, float]:
+    def train_step(self, window: _Window) -> tuple[Tensor, float]:
         """One optimizer step over ``gradient_accumulation_steps`` micro-batches.
 
         Returns:
-            this rank's mean loss (0-dim), the global gradient norm before clipping (0-dim), the learning rate.
+            the global gradient norm before clipping (0-dim, on the device) and the learning rate.
         """
         lr = self.learning_rate.at(self.progress.step)
-        loss = torch.zeros((), device=self.mesh.device)
         for micro_step in range(self._accumulation):
-            started = time.perf_counter()
-            batch = next(self.batches)
-            window.data_time += time.perf_counter() - started
-            set_gradient_sync(self.model, is_last=micro_step == self._accumulation - 1)
-            output = self.model(**to_device(batch, self.mesh.device))
-            (output.loss / self._accumulation).backward()
-            loss += output.loss.detach() / self._accumulation
-            window.samples += len(batch["sample_key"]) * self.mesh.data_size
+            self._micro_step(window, is_last=micro_step == self._accumulation - 1)
         for frozen in self._frozen:
             reset_frozen(frozen)
-        grad_norm = clip_grad_norm(list(self.model.parameters()), self.config.clip_grad)
-        self._refuse_bad_numbers(grad_norm)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
+        found_inf = self.guard.step(self.progress.step + 1, grad_norm)
         for optimizer in self.optimizers.values():
-            optimizer.set_lr(lr)
-            optimizer.optimizer.step()
-            optimizer.optimizer.zero_grad(set_to_none=True)
+            optimizer.step(lr, found_inf)
+        if self.services.ema is not None:
+            self.services.ema.update()
         self.progress.step += 1
-        self.progress.samples = self.progress.samples + window.samples - window.counted
-        window.counted = window.samples
         window.steps += 1
-        window.loss += loss
-        return loss, grad_norm, lr
+        return grad_norm, lr
 
-    def _refuse_bad_numbers(self, grad_norm: Tensor) -> None:
-        """The norm is the same number on all ranks, so all of them stop (or skip) alike."""
-        if bool(torch.isfinite(grad_norm)):
-            return
-        message = f"step {self.progress.step + 1}: the gradient norm is {float(grad_norm)}"
-        if self.config.nan_policy == "stop":
-            raise TrainingFault(f"{message}; the last checkpoint is from before it (training.nan_policy: stop)")
-        log.warning("%s; this step is skipped (training.nan_policy: skip)", message)
-        for optimizer in self.optimizers.values():
-            optimizer.optimizer.zero_grad(set_to_none=True)
+    def _micro_step(self, window: _Window, *, is_last: bool) -> None:
+        started = time.perf_counter()
+        batch = next(self.batches)
+        window.data_time += time.perf_counter() - started
+        set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
+        output = self.model(**to_device(batch, self.mesh.device))
+        (output.loss / self._accumulation).backward()
+        window.loss += output.loss.detach() / self._accumulation
+        self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)
+        samples = len(batch["sample_key"]) * self.mesh.data_size
+        window.samples += samples
+        self.progress.samples += samples
 
-    def _log(self, window: _Window, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
+    def _log(self, window: _Window, grad_norm: Tensor, lr: float) -> None:
         mean = window.loss / window.steps
         if dist.is_initialized():
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
         seconds = time.perf_counter() - window.started
-        self.metrics.write(
-            "train",
-            self.progress.step,
-            {
-                "loss": float(mean),
-                "lr": lr,
-                "grad_norm": float(grad_norm),
-                "samples_per_s": window.samples / seconds,
-                "samples": self.progress.samples,
-                "step_time_s": seconds / window.steps,
-                "data_time_s": window.data_time / window.steps,
-            },
-        )
+        figures = {
+            "loss": float(mean),
+            "lr": lr,
+            "grad_norm": float(grad_norm),
+            "samples_per_s": window.samples / seconds,
+            "samples": self.progress.samples,
+            "step_time_s": seconds / window.steps,
+            "data_time_s": window.data_time / window.steps,
+        }
+        if self.guard.skipped:
+            figures["skipped_steps"] = self.guard.skipped
+        self.services.metrics.write("train", self.progress.step, figures)
 
-    def _validate_if_due(self, *, force: bool) -> None:
-        if self.validation is None or not self.config.val_interval:
+    def _validate(self) -> None:
+        if self.services.validation is None:
             return
-        if force or self.progress.step % self.config.val_interval == 0:
-            batches = (to_device(batch, self.mesh.device) for batch in self.validation())
-            figures = validate(self.model, batches, self.mesh)
-            for model in self.built.sub_models.values():
-                reshard(model)  # without a backward, FSDP2 would leave the roots gathered
-            self.metrics.write("validation", self.progress.step, figures)
+        batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
+        figures = validate(self.model, batches, self.mesh)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward, FSDP2 would leave trained roots gathered
+        self.services.metrics.write("validation", self.progress.step, figures)
 
-    def _save_if_due(self, *, force: bool) -> None:
-        if self.checkpoints is None:
+    def _save_if_due(self, request: Request, *, last: bool) -> None:
+        step, interval = self.progress.step, self.config.save_interval
+        due = last or request.save or request.stop or (interval and step % interval == 0)
+        if self.services.checkpoints is None or not due:
             return
-        if force or self.progress.step % self.config.save_interval == 0:
-            self.checkpoints.save(self.progress.step, self.progress.samples, self.data_state())
+        self.guard.check()  # a bad state never replaces a good checkpoint
+        self.services.checkpoints.save(self.progress, self.services.data_state())
 
 
 class _Window:
@@ -196,20 +217,18 @@ class _Window:
         self.started = time.perf_counter()
         self.steps = 0
         self.samples = 0
-        self.counted = 0
         self.data_time = 0.0
         self.loss = torch.zeros((), device=device)
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
     """Move the tensors, nested ones too, except those that the host reads."""
-    return {
-        key: value
-        if key in HOST_KEYS
-        else value.to(device, non_blocking=True)
-        if isinstance(value, Tensor)
-        else to_device(value, device)
-        if isinstance(value, Mapping)
-        else value
-        for key, value in batch.items()
-    }
+
+    def move(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return to_device(value, device)
+        if isinstance(value, Tensor) and key not in HOST_KEYS:
+            return value.to(device, non_blocking=True)
+        return value
+
+    return {key: move(key, value) for key, value in batch.items()}

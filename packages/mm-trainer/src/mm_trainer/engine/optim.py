@@ -28,10 +28,19 @@ class NamedOptimizer:
     optimizer: Optimizer
     names: Mapping[nn.Parameter, str]
 
-    def set_lr(self, lr: float) -> None:
-        """Give every group the step's rate, times the group's own scale."""
+    def step(self, lr: float, found_inf: Tensor) -> None:
+        """Update the parameters and drop the gradients.
+
+        Args:
+            lr: the step's rate; every group scales it by its own factor.
+            found_inf: 0-dim float on the device; 1 leaves weights and moments alone (see [Note: bad numbers]).
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
+        # The two attributes by which torch's fused kernels take what a gradient scaler found.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under ``<parameter>.<state name>``; hyperparameters stay the configuration's business."""
@@ -81,10 +90,10 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, prefix: str) ->
         prefix: of the full parameter names, with its dot (``"predictor."``).
     """
     named = {f"{prefix}{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    undecayed = match_parameters(named, config.no_decay_params, what="training.no_decay_params")
+    undecayed = match_parameters(named, config.no_decay_params, key="training.no_decay_params")
     scales: dict[str, float] = {}
     for i, rule in enumerate(config.lr_scaling_plan):
-        for name in match_parameters(named, rule.apply_modules, what=f"training.lr_scaling_plan.{i}.apply_modules"):
+        for name in match_parameters(named, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules"):
             if name in scales:
                 raise ConfigError(f"two rules scale the learning rate of {name}", key=f"training.lr_scaling_plan.{i}")
             scales[name] = rule.scale

@@ -5,22 +5,34 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mm_checkpoint import CheckpointManager, list_tensors, resolve_source
+from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.optim import NamedOptimizer
 from mm_trainer.hub import BuiltModel
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Progress:
+    """How far a run has come; saved and restored as one."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    samples: int = 0
+    """Samples of the global batch seen so far."""
+
+
 class CheckpointIO:
     """Saves and restores one run.
 
     A checkpoint holds ``model`` (the checkpointed sub-models), ``optimizer`` (every state tensor under its parameter's
-    name) and ``train`` (step, samples, data position). Learning rate and weight decay are never stored: they follow
-    from the configuration and the step.
+    name), ``ema`` if there is an average, and ``train`` (step, samples, data position). Learning rate and weight decay
+    are never stored: they follow from the configuration and the step.
     """
 
     def __init__(
@@ -30,38 +42,44 @@ class CheckpointIO:
         optimizers: Mapping[str, NamedOptimizer],
         *,
         resolved_config: str,
+        ema: WeightAverage | None = None,
     ) -> None:
-        self._manager, self._built, self._optimizers = manager, built, optimizers
+        self._manager, self._built, self._optimizers, self._ema = manager, built, optimizers, ema
         self._digest = hashlib.sha256(resolved_config.encode()).hexdigest()
 
-    def save(self, step: int, samples: int, data_state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of ``step`` finished steps; called on all ranks."""
-        state = {
+    def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of ``progress.step`` finished steps; called on all ranks."""
+        state: dict[str, Any] = {
             "model": self._built.model.state_dict(),
             "optimizer": {k: v for o in self._optimizers.values() for k, v in o.state().items()},
-            "train": {"step": step, "samples": samples, "data": dict(data_state)},
+            "train": {**asdict(progress), "data": dict(data_state)},
         }
+        if self._ema is not None:
+            state["ema"] = self._ema.state()
         manifest = {
-            "samples_seen": samples,
+            "samples_seen": progress.samples,
             "config_digest": self._digest,
             "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
         }
-        self._manager.save(step, state, manifest=manifest)
+        self._manager.save(progress.step, state, manifest=manifest)
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """Fill model and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
+        """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
+        stored = list_tensors(path)
         state: dict[str, Any] = {"model": self._built.model.state_dict()}
         if with_optimizer:
-            stored = [n.removeprefix("optimizer.") for n in list_tensors(path) if n.startswith("optimizer.")]
             state["optimizer"] = {}
+            names = [name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer.")]
             for optimizer in self._optimizers.values():
                 own = set(optimizer.names.values())
-                mine = [name for name in stored if name.rsplit(".", 1)[0] in own]
-                state["optimizer"].update(optimizer.allocate_state(mine))
-        plain: dict[str, Any] = self._manager.load(path, state)
+                state["optimizer"] |= optimizer.allocate_state(n for n in names if n.rsplit(".", 1)[0] in own)
+        if self._ema is not None:
+            state["ema"] = self._ema.state()
+        plain = self._manager.load(path, state)
         for name in self._built.checkpointed:
             self._built.sub_models[name].post_load()
-        return plain["train"]
+        train: dict[str, Any] = plain["train"]
+        return train
 
     def close(self) -> None:
         """Wait for a save that is still being written."""
