@@ -91,9 +91,7 @@ class FSDPPlan:
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
             _require_at_least(f"fsdp_plan.{name}", getattr(self, name), 0)
         if self.reshard_after_forward is None:
-            raise ValueError(
-                "fsdp_plan.reshard_after_forward: expected true, false or a number of ranks, got null"
-            )
+            raise ValueError("fsdp_plan.reshard_after_forward: expected true, false or a number of ranks, got null")
         _check_reshard("fsdp_plan.reshard_after_forward", self.reshard_after_forward)
         _check_patterns("fsdp_plan.apply_modules", self.apply_modules)
         _check_patterns("fsdp_plan.ignored_modules", self.ignored_modules)
@@ -139,9 +137,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.fully_shard_parallel_size != "auto":
-            _require_at_least(
-                "parallel.fully_shard_parallel_size", self.fully_shard_parallel_size, 1, "or auto"
-            )
+            _require_at_least("parallel.fully_shard_parallel_size", self.fully_shard_parallel_size, 1, "or auto")
         if self.data_parallel_size is not None:
             _require_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
         for name in ("ulysses_parallel_size", "ring_attention_size", "tensor_parallel_size"):
@@ -152,9 +148,7 @@ class ParallelConfig:
                 "to split long sequences use ulysses_parallel_size or ring_attention_size"
             )
         if self.timeout_s <= 0:
-            raise ValueError(
-                f"parallel.timeout_s: expected a number of seconds above 0, got {self.timeout_s}"
-            )
+            raise ValueError(f"parallel.timeout_s: expected a number of seconds above 0, got {self.timeout_s}")
         _require_one_of("parallel.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
         if self.ep_plan is not None:
             raise ValueError("parallel.ep_plan: there are no expert-parallel layers yet; remove the key")
@@ -184,9 +178,7 @@ class RecomputePlan:
         _require_one_of("recompute_plan.policy", self.policy, RECOMPUTE_POLICIES)
         _require_at_least("recompute_plan.n", self.n, 1)
         if self.keep_ops and self.policy != "ops":
-            raise ValueError(
-                f"recompute_plan.keep_ops: only read under policy: ops, but the policy is {self.policy}"
-            )
+            raise ValueError(f"recompute_plan.keep_ops: only read under policy: ops, but the policy is {self.policy}")
 
 
 @dataclass(frozen=True)
@@ -280,8 +272,7 @@ def _check_reshard(field_name: str, value: bool | int | None) -> None:
         return
     if not isinstance(value, int) or value < 2:
         raise ValueError(
-            f"{field_name}: expected true, false or the number of ranks (2 or more) to reshard to, "
-            f"got {value!r}"
+            f"{field_name}: expected true, false or the number of ranks (2 or more) to reshard to, got {value!r}"
         )
 
 

@@ -122,3 +122,16 @@ def _check_reshard_size(field_name: str, reshard: bool | int, shard: int) -> Non
 
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def check_heads(heads: int, ulysses: int) -> None:
+    """Refuse a Ulysses degree that doesn't divide the attention heads.
+
+    Raises:
+        ValueError: with the degrees that do.
+    """
+    if heads % ulysses:
+        raise ValueError(
+            f"parallel.ulysses_parallel_size: {ulysses} doesn't divide the {heads} attention heads (allowed: "
+            f"{_divisors(heads)}); ring_attention_size has no such limit"
+        )
