@@ -137,7 +137,7 @@ def import_plugin(module: str) -> None:
     """
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the user must learn which plugin it was
+    except Exception as error:
         raise PluginError(f"the plugin module {module!r} can't be imported: {_cause(error)}") from error
 
 
@@ -184,7 +184,7 @@ def _load(group: str, name: str) -> tuple[Any, Provider]:
         return _decorated[group, name][provider], provider
     try:
         return metadata.EntryPoint(name=name, group=group, value=provider.target).load(), provider
-    except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the user must learn which plugin it was
+    except Exception as error:
         raise PluginError(
             f"{name!r} in the group {group}: {provider.target} of the distribution {provider.distribution} "
             f"can't be loaded: {_cause(error)}"

@@ -64,6 +64,7 @@ class BoundConfig:
         datasets: of ``data.dataset_param``, one or a mix.
         val_datasets: of ``data.val_dataset_param``, maybe none.
         notes: what is missing here and would stop a start.
+        without_source: sub-models whose weights are named but not there.
     """
 
     config: TrainerConfig
@@ -76,6 +77,7 @@ class BoundConfig:
     datasets: tuple[DatasetBinding, ...]
     val_datasets: tuple[DatasetBinding, ...]
     notes: tuple[str, ...] = ()
+    without_source: frozenset[str] = frozenset()
 
 
 def bind(config: TrainerConfig, *, require_files: bool = True) -> BoundConfig:
@@ -97,6 +99,7 @@ class _Binder:
         self._config, self._require_files = config, require_files
         self._document: Document = config.document
         self._notes: list[str] = []
+        self._without_source: set[str] = set()
 
     def bind(self) -> BoundConfig:
         from mm_trainer.contracts.spec import NoOptions
@@ -132,6 +135,7 @@ class _Binder:
             datasets=datasets,
             val_datasets=val_datasets,
             notes=tuple(self._notes),
+            without_source=frozenset(self._without_source),
         )
 
     # --- models ---------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ class _Binder:
         spec = ModelSpec(
             name=name,
             model_id=sub.model_id,
-            source=self._source(sub, key),
+            source=self._source(name, sub, key),
             dtype=sub.dtype or "fp32",
             meta_init=default if sub.meta_init is None else sub.meta_init,
             freeze=sub.freeze,
@@ -159,7 +163,7 @@ class _Binder:
         )
         return model_class, spec
 
-    def _source(self, sub: SubModelConfig, key: str) -> WeightSourceConfig:
+    def _source(self, name: str, sub: SubModelConfig, key: str) -> WeightSourceConfig:
         """The sub-model's weight source; where files may be missing, without what isn't there."""
         source = sub.source
         if self._require_files:
@@ -172,12 +176,13 @@ class _Binder:
                 blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
                 raise self._error(str(error), f"{key}.{blamed}") from error
             return source
-        for name in ("checkpoint_path", "from_pretrained"):
-            path = getattr(source, name)
+        for field in ("checkpoint_path", "from_pretrained"):
+            path = getattr(source, field)
             if path is not None and not os.path.exists(path):
-                if "$" not in path:  # an undefined variable has been noted
-                    self._note(f"{path} isn't here", f"{key}.{name}")
-                source = replace(source, **{name: None})
+                if not path.startswith("$"):  # an undefined variable has been noted
+                    self._note(f"{path} isn't here", f"{key}.{field}")
+                source = replace(source, **{field: None})
+                self._without_source.add(name)
         return source
 
     # --- data -----------------------------------------------------------------------------------------------------
@@ -217,7 +222,8 @@ class _Binder:
             extras = {name: value for name, value in options.model_dump().items() if name not in shared}
         self._check_paths(extras, key)
         params = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer, **extras}
-        return DatasetBinding(key, factory, params), extras
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in params.items()}
+        return DatasetBinding(key, factory, plain), extras
 
     # --- files ----------------------------------------------------------------------------------------------------
 

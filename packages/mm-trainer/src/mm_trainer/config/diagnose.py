@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from mm_trainer.config.document import Document, dotted
+from mm_trainer.config.document import Document, split_key
 from mm_trainer.config.fields import EACH, keys_of
 from mm_trainer.config.foreign import nearest, unknown_key
 from mm_trainer.config.yaml_nodes import Node, Path
@@ -127,31 +127,35 @@ def combine_errors(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 def from_value_error(document: Document, error: Exception, at: Path) -> ConfigError:
-    """An error of a section's own check, which names its field at the start of its message (``fsdp_plan.x: …``).
+    """An error of a section's own check, which names its field at the start of each line (``fsdp_plan.x: …``).
 
     Args:
         at: path of the section; the field is looked for below it and from the root.
     """
-    message = str(error)
+    return combine_errors([_from_line(document, line, at) for line in str(error).splitlines()])
+
+
+def _from_line(document: Document, message: str, at: Path) -> ConfigError:
     match = _FIELD.match(message)
     if match is None:
         return document.error(message, at)
     path = _find_field(document, match["field"].split("."), at)
-    if path is None:
-        return document.error(message, at)
-    text = message[match.end() :] if match["joint"].strip() == ":" else message
+    text = message[match.end() :].strip() if match["joint"].strip() == ":" else message
+    _, node = document.at(path)
+    if isinstance(node.value, list):  # the entry that the message quotes first, if it does
+        for i, item in enumerate(node.value):
+            if text.startswith(repr(item.value)):
+                path = (*path, i)
     return document.error(text, path)
 
 
-def _find_field(document: Document, parts: list[str], at: Path) -> Path | None:
-    """The field's path: as much of ``parts`` as ``at`` ends with overlaps it."""
+def _find_field(document: Document, parts: list[str], at: Path) -> Path:
+    """The field's path, as deep as the document goes; ``parts`` may repeat the end of ``at``, or start at the root."""
     candidates = [(*at, *parts[start:]) for start in range(len(parts))] + [tuple(parts)]
     for candidate in candidates:
         if document.at(candidate)[0] == candidate:
             return candidate
-    if len(parts) > 1:
-        return tuple(parts) if parts[0] in document.root.value else None
-    return (*at, *parts)
+    return tuple(parts) if parts[0] in document.root.value else (*at, *parts)
 
 
 def _expected(detail: ErrorDetails) -> str:
@@ -211,4 +215,7 @@ def located(document: Document, error: ConfigError) -> ConfigError:
     """The same error with file and line of its key filled in, where it doesn't know them."""
     if error.key is None or error.file is not None:
         return error
-    return document.error(error.message, tuple(error.key.split(".")))
+    key = error.key
+    if "models" not in document.plain().get("model", {}):
+        key = key.replace("model.models.model", "model", 1)  # a single model has the keys of a sub-model itself
+    return document.error(error.message, split_key(key))

@@ -61,6 +61,7 @@ class RankEnvironment:
         world_size: all ranks.
         restarts: how often the ranks were started again after a failure.
         supervised: started by our own launcher, which prints the first error itself.
+        error_file: where the launcher wants to be told what went wrong.
     """
 
     rank: int = 0
@@ -68,6 +69,7 @@ class RankEnvironment:
     world_size: int = 1
     restarts: int = 0
     supervised: bool = False
+    error_file: str | None = None
 
     @classmethod
     def read(cls) -> RankEnvironment | None:
@@ -80,6 +82,7 @@ class RankEnvironment:
             world_size=int(os.environ["WORLD_SIZE"]),
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             supervised=SUPERVISED in os.environ,
+            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mm_trainer import registry
 from mm_trainer.config.diagnose import located, validate
-from mm_trainer.config.document import Document, read_document
+from mm_trainer.config.document import read_document
 from mm_trainer.config.environment import Environment
 from mm_trainer.config.fields import absolute, absolute_paths
 from mm_trainer.config.model import ModelConfig, SubModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -33,6 +34,19 @@ def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
     parallel = replace(config.parallel, fully_shard_parallel_size=mesh.shard, data_parallel_size=mesh.data)
     sections = {**config.sections(), "parallel": parallel, "training": training}
     return ResolvedConfig(**sections, document=config.document, world_size=world_size, mesh=mesh)
+
+
+def smallest_world_size(config: TrainerConfig) -> int:
+    """The fewest ranks that the sizes and the batch of ``config`` are made for; to check it where no number is said."""
+    parallel, training = config.parallel, config.training
+    context = parallel.ulysses_parallel_size * parallel.ring_attention_size
+    data = parallel.data_parallel_size or 1
+    steps, batch = training.gradient_accumulation_steps, training.global_batch_size
+    if parallel.data_parallel_size is None and batch is not None and steps != "auto":
+        data = max(1, batch // (training.micro_batch_size * steps))
+    shards = [plan.shard_size or 1 for plan in parallel.fsdp_plan.sub_plans.values()]
+    whole = parallel.fully_shard_parallel_size
+    return math.lcm(data * context, 1 if whole == "auto" else whole, *shards)
 
 
 def _settle_batch(training: TrainingConfig, mesh: MeshSizes) -> TrainingConfig | ConfigError:

@@ -1,0 +1,135 @@
+"""Everything that can be known of a run before its ranks start: what ``mm-trainer check`` shows and ``train`` requires.
+
+Loaded config → resolved for a number of ranks → plugins → a build on meta → patterns. See [Note: build order] in
+`mm_trainer.hub`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, locate, resolve
+from mm_trainer.config.diagnose import from_value_error
+from mm_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mm_trainer.hub import BuiltModel
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration that would start.
+
+    Args:
+        config: resolved; paths among the plugins' keys are absolute.
+        bound: with the classes it names.
+        built: the model on meta; None where its shapes aren't known.
+        notes: what isn't here and would stop a start.
+    """
+
+    config: ResolvedConfig
+    bound: BoundConfig
+    built: BuiltModel | None
+    notes: tuple[str, ...]
+
+
+def check(config: TrainerConfig, world_size: int, *, require_files: bool) -> Checked:
+    """Check ``config`` for ``world_size`` ranks, on this process alone and without weights.
+
+    Args:
+        require_files: refuse undefined variables and missing files; otherwise they become notes.
+
+    Raises:
+        ConfigError: with file, line and key.
+        mm_checkpoint.CheckpointError: a weight folder that can't be read.
+    """
+    resolved = resolve(config, world_size)
+    bound = bind(resolved, require_files=require_files)
+    notes = list(bound.notes)
+    built = None
+    try:
+        built = _build(bound, seed=config.training.seed)
+        _check_patterns(resolved, built)
+    except ConfigError as error:
+        unknown = _unknown_shapes(error, bound)
+        if unknown is None:
+            raise locate(config, error) from error
+        notes.append(
+            f"the shapes of {unknown} are not known (its weights aren't here and no architecture is given): "
+            "patterns and sizes are not checked"
+        )
+    assert isinstance(bound.config, ResolvedConfig)  # bind keeps the class
+    return Checked(bound.config, bound, built, tuple(notes))
+
+
+def _build(bound: BoundConfig, *, seed: int) -> BuiltModel:
+    from mm_trainer.hub import build_structure
+
+    return build_structure(bound, seed=seed)
+
+
+def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:
+    """The sub-model whose shapes ``error`` misses only because its weights aren't on this machine."""
+    for name in bound.without_source:
+        if bound.specs[name].architecture is None and error.key == f"model.models.{name}.architecture":
+            return name
+    return None
+
+
+def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
+    """Resolve every pattern of the configuration against the model's names."""
+    from mm_parallel import check_features, resolve_plan
+    from mm_trainer.contracts import ModelContainer
+    from mm_trainer.parameters import match_parameters
+
+    model = built.model
+    opted_out = isinstance(model, ModelContainer) and model.fully_shard()
+    try:
+        resolve_plan(model, config.parallel.fsdp_plan, built.sub_models if opted_out else None)
+    except ValueError as error:
+        raise from_value_error(config.document, error, ("parallel",)) from error
+    try:
+        check_features(model, config.features)
+    except ValueError as error:
+        raise from_value_error(config.document, error, ("features",)) from error
+    training = config.training
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    match_parameters(trainable, training.no_decay_params, key="training.no_decay_params")
+    for i, rule in enumerate(training.lr_scaling_plan):
+        match_parameters(trainable, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules")
+
+
+def print_report(checked: Checked, console: Console) -> None:
+    """What was checked: the ranks, the batch, the sub-models, and the notes."""
+    from rich.table import Table
+
+    config = checked.config
+    mesh, training = config.mesh, config.training
+    console.print(
+        f"{config.world_size} ranks = {mesh.replicate} replicas × {mesh.shard} shards; "
+        f"{mesh.data} data × {mesh.ring} ring × {mesh.ulysses} ulysses",
+        highlight=False,
+    )
+    console.print(
+        f"global batch {training.global_batch_size} = micro batch {training.micro_batch_size} × data {mesh.data} "
+        f"× accumulation {training.gradient_accumulation_steps}",
+        highlight=False,
+    )
+    table = Table("sub-model", "parameters", "trainable", "dtype", "source")
+    for name, spec in checked.bound.specs.items():
+        counts = ["?", "?"]
+        if checked.built is not None:
+            parameters = list(checked.built.sub_models[name if name in checked.built.sub_models else ""].parameters())
+            counts = [
+                f"{sum(p.numel() for p in parameters):,}",
+                f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+            ]
+        source = spec.source.checkpoint_path or spec.source.from_pretrained
+        missing = "not here" if name in checked.bound.without_source else "none (random initialisation)"
+        table.add_row(name, *counts, spec.dtype, source or missing)
+    console.print(table)
+    for note in checked.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
