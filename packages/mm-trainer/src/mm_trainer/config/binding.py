@@ -197,7 +197,6 @@ class _Binder:
             binding, extras = self._dataset(DatasetEntry(**_given(param)), key)
             return (binding,), param.model_copy(update=extras)
         shared = _given(param)
-        del shared["datasets"]
         bindings, entries = [], []
         for i, entry in enumerate(param.datasets):
             complete = MixEntry(**shared | _given(entry))
@@ -287,5 +286,5 @@ class _Binder:
 
 
 def _given(section: OpenSection) -> dict[str, Any]:
-    """The keys that were written, plugin keys included."""
-    return {name: getattr(section, name) for name in section.model_fields_set}
+    """The keys that were written for one data set, plugin keys included."""
+    return {name: getattr(section, name) for name in section.model_fields_set if name != "datasets"}

@@ -56,8 +56,9 @@ def absolute_paths(value: Any, base: str) -> Any:
     if isinstance(value, Path):
         return Path(absolute(value, base))
     if isinstance(value, PydanticModel):
-        names = {*type(value).model_fields, *(value.__pydantic_extra__ or {})}
-        return value.model_copy(update={name: absolute_paths(getattr(value, name), base) for name in names})
+        before = {name: getattr(value, name) for name in (*type(value).model_fields, *(value.__pydantic_extra__ or {}))}
+        after = {name: absolute_paths(item, base) for name, item in before.items()}
+        return value.model_copy(update={name: item for name, item in after.items() if item != before[name]})
     if isinstance(value, dict):
         return {key: absolute_paths(item, base) for key, item in value.items()}
     if isinstance(value, list | tuple):
