@@ -1,0 +1,258 @@
+"""Tensors of a DCP folder, read by slice.
+
+torch's own `FileSystemReader` loads a whole stored chunk and cuts it afterwards, so N ranks read a folder that one
+process wrote N times. A chunk is a zip archive whose tensor data is stored as it is, so the bytes of any slice can be
+found in it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mm_checkpoint import _dtypes
+from mm_checkpoint._box import Box
+from mm_checkpoint._dcp_metadata import DcpMetadata, Extent, StoredTensor, read_dcp_metadata
+from mm_checkpoint._files import FileReader, safe_join
+from mm_checkpoint._safetensors import read_runs
+from mm_checkpoint._source import TensorInfo
+from mm_checkpoint.errors import CorruptFileError
+
+if TYPE_CHECKING:
+    import torch
+
+_LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
+_STORAGE_TYPES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a chunk's elements lie: the byte of its first element in the file, its shape and strides."""
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+class DcpSource:
+    """The tensors of a DCP folder (and, through `read_value`, everything else in it).
+
+    Raises:
+        SourceError, CorruptFileError: see `read_dcp_metadata`; also for a file that is missing or too short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: DcpMetadata = read_dcp_metadata(path)
+        self._reader = FileReader()
+        self._layouts: dict[Extent, _Layout] = {}
+        self._lock = threading.Lock()
+        self._check_files()
+        self.tensors = {name: _describe(stored) for name, stored in self.metadata.tensors.items()}
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        chunks = [extent for stored in self.metadata.tensors.values() for _, extent in stored.chunks]
+        for extent in (*chunks, *self.metadata.values.values()):
+            ends[extent.file] = max(ends.get(extent.file, 0), extent.offset + extent.length)
+        for name, end in sorted(ends.items()):
+            file = safe_join(self.path, name, found_in=str(self.path))
+            if not file.is_file():
+                raise CorruptFileError(f"{file}: missing, though the folder's .metadata needs it")
+            if file.stat().st_size < end:
+                raise CorruptFileError(f"{file}: truncated: {file.stat().st_size} bytes, {end} are needed")
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def read_into(self, key: str, box: Box, out: torch.Tensor) -> None:
+        for chunk, extent in self.metadata.tensors[key].chunks:
+            part = box.intersect(chunk)
+            if part is None:
+                continue
+            inner = part.relative_to(chunk.offsets)
+            target = out[part.relative_to(box.offsets).slices]
+            if target.is_contiguous():
+                self._read_chunk(key, extent, chunk, inner, target)
+            else:
+                buffer = target.new_empty(part.sizes)
+                self._read_chunk(key, extent, chunk, inner, buffer)
+                target.copy_(buffer)
+
+    def _read_chunk(self, key: str, extent: Extent, chunk: Box, box: Box, out: torch.Tensor) -> None:
+        layout = self._layout(key, extent)
+        if layout.shape != chunk.sizes or layout.dtype != self.metadata.tensors[key].dtype:
+            raise CorruptFileError(
+                f"{self.path / extent.file}: {key} is a {layout.dtype} chunk of shape {layout.shape}, but .metadata "
+                f"says {self.metadata.tensors[key].dtype} and {chunk.sizes}"
+            )
+        path = self.path / extent.file
+        if layout.contiguous:
+            read_runs(self._reader, path, layout.start, layout.shape, out.element_size(), box, out)
+        else:
+            out.copy_(self._read_strided(path, layout, out)[box.slices])
+
+    def _read_strided(self, path: Path, layout: _Layout, like: torch.Tensor) -> torch.Tensor:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
+        flat = like.new_empty(count)
+        read_runs(self._reader, path, layout.start, (count,), flat.element_size(), Box.full((count,)), flat)
+        return flat.as_strided(layout.shape, layout.stride)
+
+    def _layout(self, key: str, extent: Extent) -> _Layout:
+        with self._lock:
+            if extent not in self._layouts:
+                raw = _Window(self._reader, self.path / extent.file, extent)
+                try:
+                    self._layouts[extent] = _parse_item(raw, extent)
+                except CorruptFileError:
+                    raise
+                except Exception as error:  # whatever broken bytes make zipfile or pickle stumble over
+                    message = f"{self.path / extent.file}: {key} at byte {extent.offset} is unreadable: {error}"
+                    raise CorruptFileError(message) from error
+            return self._layouts[extent]
+
+    def read_value(self, key: str) -> Any:
+        """A stored object that is no tensor, through ``torch.load(weights_only=True)``."""
+        import torch
+
+        extent = self.metadata.values[key]
+        raw = self._reader.read(self.path / extent.file, extent.offset, extent.length)
+        try:
+            return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
+        except Exception as error:  # torch raises half a dozen types here
+            raise CorruptFileError(f"{self.path / extent.file}: value {key} is unreadable: {error}") from error
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _describe(stored: StoredTensor) -> TensorInfo:
+    files = sorted({extent.file for _, extent in stored.chunks})
+    storage = (stored.chunks[0][1].file, stored.chunks[0][1].offset) if stored.chunks else None
+    return TensorInfo(stored.shape, stored.dtype, ", ".join(files), storage)
+
+
+class _Window(io.RawIOBase):
+    """A read-only file made of one extent, for `zipfile`."""
+
+    def __init__(self, reader: FileReader, path: Path, extent: Extent) -> None:
+        self._reader, self._path, self._extent, self._position = reader, path, extent, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = (0, self._position, self._extent.length)[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._extent.length - self._position))
+        if count:
+            self._reader.read_into(self._path, self._extent.offset + self._position, view[:count])
+        self._position += count
+        return count
+
+
+def _parse_item(window: _Window, extent: Extent) -> _Layout:
+    """Find the tensor data inside one ``torch.save`` archive."""
+    with zipfile.ZipFile(io.BufferedReader(window, 1024)) as archive:
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+            raise CorruptFileError(f"{extent.file}: stored on a big-endian machine")
+        pickled = archive.read(entries["data.pkl"])
+    tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
+    if not isinstance(tensor, _RebuiltTensor):
+        raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is no plain tensor")
+    data = entries[f"data/{tensor.storage_key}"]
+    if data.compress_type != zipfile.ZIP_STORED:
+        raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is compressed")
+    window.seek(data.header_offset)
+    header = window.read(_LOCAL_HEADER) or b""
+    name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    start = data.header_offset + _LOCAL_HEADER + name_length + extra_length
+    start += tensor.storage_offset * _dtypes.itemsize(tensor.dtype)
+    return _Layout(extent.offset + start, tensor.shape, tensor.stride, tensor.dtype)
+
+
+@dataclass(frozen=True)
+class _RebuiltTensor:
+    dtype: str
+    storage_key: str
+    storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _rebuild(storage: tuple[Any, ...], offset: int, shape: Any, stride: Any, *rest: Any) -> _RebuiltTensor:
+    kind, key = storage[1], storage[2]
+    return _RebuiltTensor(kind, str(key), int(offset), tuple(shape), tuple(stride))
+
+
+def _rebuild_typed(storage: Any, offset: int, shape: Any, stride: Any, *rest: Any) -> _RebuiltTensor:
+    """Element types that have no storage class of their own name their dtype last."""
+    plain = _rebuild(storage, offset, shape, stride)
+    return _RebuiltTensor(rest[2], plain.storage_key, plain.storage_offset, plain.shape, plain.stride)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the pickle of one tensor; see [Note: restricted unpickling]."""
+
+    _ALLOWED: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+        ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed,
+        ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+        ("collections", "OrderedDict"): dict,
+        ("torch", "Size"): lambda *args: tuple(*args),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._ALLOWED:
+            return self._ALLOWED[module, name]
+        if module == "torch" and name in _STORAGE_TYPES:
+            return _STORAGE_TYPES[name]
+        if module == "torch" and _dtypes.is_known(name):
+            return name
+        if (module, name) == ("torch.storage", "UntypedStorage") or (module, name) == ("torch", "UntypedStorage"):
+            return "uint8"
+        raise CorruptFileError(f"an item names {module}.{name}, which no stored tensor needs: refused")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid

@@ -1,0 +1,188 @@
+"""From a run's checkpoint to folders that diffusers and transformers load, led by the manifest alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mm_checkpoint import _dtypes
+from mm_checkpoint._dcp_reader import DcpSource
+from mm_checkpoint._discovery import resolve_iteration
+from mm_checkpoint._files import build_folder, read_json, safe_join
+from mm_checkpoint._folders import DEFAULT_SHARD_SIZE, drop_ties, parse_size, target_dtypes, write_model_folder
+from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
+from mm_checkpoint._mapped import apply_key_map, rename, strip_prefix
+from mm_checkpoint._safetensors import write_file
+from mm_checkpoint._source import TensorSource
+from mm_checkpoint.errors import BadInputError, CorruptFileError, SourceError
+from mm_checkpoint.key_map import KeyMap, get_key_map
+
+EXPORT_FORMS = ("diffusers", "hf", "safetensors")
+PIPELINE_INDEX = "model_index.json"
+
+
+@dataclass(frozen=True)
+class SubModel:
+    """What a manifest says of one trained sub-model.
+
+    Attributes:
+        name: its tensors are ``model.<name>.*`` in the checkpoint.
+        key_map: name of the map between the source's names and these; None if they are the same.
+        source_config: the ``config.json`` it was built from, as it was.
+        export_folder: its folder in a pipeline; the sub-model's name if none is given.
+        export_prefix: put before every exported name.
+        source_dtypes: element types to go back to, by native name and ``*`` (see `LoadReport`).
+        ties: native names that the source doesn't hold, to the name of the same tensor that it does.
+    """
+
+    name: str
+    key_map: str | None = None
+    source_config: Mapping[str, Any] | None = None
+    export_folder: str | None = None
+    export_prefix: str = ""
+    source_dtypes: Mapping[str, str] | None = None
+    ties: Mapping[str, str] | None = None
+
+    @property
+    def folder(self) -> str:
+        return self.export_folder or self.name
+
+
+def export(
+    run_or_iteration: str | Path,
+    destination: str | Path,
+    *,
+    to: str = "diffusers",
+    dtype: str | None = None,
+    base: str | Path | None = None,
+    link: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    workers: int = 1,
+    key_maps: Mapping[str, KeyMap] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Write the trained sub-models of a checkpoint as model folders, bit for bit as they were loaded if not trained.
+
+    Args:
+        run_or_iteration: a run's folder (the tracker's iteration) or an iteration's.
+        destination: a new or empty folder; each sub-model gets its export folder inside (``safetensors``: one file).
+        to: ``diffusers`` (the source's names, through the key map back), ``hf`` (the model's own names) or
+            ``safetensors`` (own names, one file per sub-model).
+        dtype: element type for all floating tensors; by default each goes back to its type in the source.
+        base: a pipeline folder (with ``model_index.json``); everything but the exported folders is taken from it, so
+            that ``destination`` is a complete pipeline.
+        link: link to the base's files instead of copying them.
+        max_shard_size: bytes of tensor data per file, such as ``5GB``.
+        workers: files that are written at the same time.
+        key_maps: maps by name, before those that are installed.
+        on_bytes: called with the number of bytes after every piece.
+
+    Returns:
+        The folders (or files) that were written.
+
+    Raises:
+        BadInputError: no complete checkpoint, no sub-model in its manifest, an unknown key map, a base that isn't a
+            pipeline or lacks the folder, a destination that is taken.
+    """
+    if to not in EXPORT_FORMS:
+        raise BadInputError(f"to: {to!r} is not one of {', '.join(EXPORT_FORMS)}")
+    dtype = None if dtype is None else _dtypes.parse_dtype(dtype)
+    iteration = resolve_iteration(Path(run_or_iteration))
+    manifest = read_manifest(iteration)
+    models = _sub_models(iteration, manifest)
+    if base is not None:
+        _check_base(Path(base), models, to)
+    target = Path(destination)
+    source = DcpSource(iteration)
+    written = []
+    try:
+        with build_folder(target) as partial:
+            for model in models:
+                tensors, dtypes = _as_source(source, model, to, key_maps or {}, dtype)
+                extra = {"exported_from": iteration.name, "step": manifest.get("step")}
+                if to == "safetensors":
+                    path = safe_join(partial, f"{model.name}.safetensors", found_in=MANIFEST_NAME)
+                    write_file(path, tensors, list(tensors.tensors), dtypes=dtypes, on_bytes=on_bytes)
+                else:
+                    path = safe_join(partial, model.folder, found_in=MANIFEST_NAME)
+                    path.mkdir(parents=True)
+                    write_model_folder(
+                        path,
+                        tensors,
+                        dtypes=dtypes,
+                        config=model.source_config,
+                        max_shard_size=parse_size(max_shard_size),
+                        workers=workers,
+                        extra=extra,
+                        on_bytes=on_bytes,
+                    )
+                written.append(target / path.relative_to(partial))
+            if base is not None:
+                _take_from_base(Path(base), partial, {model.folder for model in models}, link=link)
+    finally:
+        source.close()
+    return written
+
+
+def _sub_models(iteration: Path, manifest: Mapping[str, Any]) -> list[SubModel]:
+    entries = manifest.get("sub_models")
+    if not isinstance(entries, dict) or not entries:
+        raise BadInputError(f"{iteration}: its manifest names no sub_models, so there is nothing to export")
+    known = SubModel.__dataclass_fields__.keys() - {"name"}
+    models = []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise CorruptFileError(f"{iteration / MANIFEST_NAME}: sub_models.{name} is no object")
+        models.append(SubModel(name, **{key: value for key, value in entry.items() if key in known}))
+    return models
+
+
+def _as_source(
+    source: DcpSource, model: SubModel, to: str, key_maps: Mapping[str, KeyMap], dtype: str | None
+) -> tuple[TensorSource, dict[str, str]]:
+    """One sub-model's tensors under the names to export, and the element type of each."""
+    prefix = f"model.{model.name}."
+    tensors: TensorSource = strip_prefix(source, prefix)
+    if not tensors.tensors:
+        raise SourceError(
+            f"{source.path}: its manifest names sub-model {model.name}, but no tensor starts with {prefix}"
+        )
+    tensors = drop_ties(tensors, preferred=list((model.ties or {}).values()))
+    dtypes = target_dtypes(tensors, dtype, model.source_dtypes)
+    key_map = None
+    if model.key_map is not None and to == "diffusers":
+        key_map = key_maps[model.key_map] if model.key_map in key_maps else get_key_map(model.key_map)
+    if key_map is not None:
+        mapped = apply_key_map(tensors, key_map, to="source")
+        tensors, dtypes = mapped, {name: dtypes[mapped.origin(name)] for name in mapped.tensors}
+    if model.export_prefix:
+        tensors = rename(tensors, {name: model.export_prefix + name for name in tensors.tensors})
+        dtypes = {model.export_prefix + name: dtype for name, dtype in dtypes.items()}
+    return tensors, dtypes
+
+
+def _check_base(base: Path, models: list[SubModel], to: str) -> None:
+    if to != "diffusers":
+        raise BadInputError(f"base: only goes with diffusers, not with {to}")
+    index = read_json(base / PIPELINE_INDEX) if (base / PIPELINE_INDEX).is_file() else None
+    if index is None:
+        raise SourceError(f"{base}: no {PIPELINE_INDEX}, so this is no pipeline folder")
+    for model in models:
+        if model.folder not in index:
+            parts = ", ".join(name for name, value in index.items() if isinstance(value, list))
+            raise SourceError(f"{base}: the pipeline has no component {model.folder} (it has {parts})")
+
+
+def _take_from_base(base: Path, target: Path, exported: set[str], *, link: bool) -> None:
+    for path in sorted(base.iterdir()):
+        if path.name in exported:
+            continue
+        if link:
+            (target / path.name).symlink_to(path.resolve())
+        elif path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copy2(path, target / path.name)

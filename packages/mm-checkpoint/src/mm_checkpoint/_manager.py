@@ -1,0 +1,233 @@
+"""Saving, finding and resuming the checkpoints of one run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mm_checkpoint import _discovery, _files
+from mm_checkpoint._ranks import Ranks
+from mm_checkpoint._restore import checkpoint_identity, restore
+from mm_checkpoint._save import WriteOptions, apply_retention, write_checkpoint
+from mm_checkpoint._snapshot import Snapshot, take_snapshot
+from mm_checkpoint.errors import DestinationError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """The checkpoints in one folder: ``<folder>/iter_0000120/`` and the tracker beside it.
+
+    Every method that writes or reads tensors (`prepare`, `save`, `wait`, `load`, `close`) is called on all ranks, and
+    raises the same error on all of them. Without a process group the one process is all ranks.
+
+    Args:
+        folder: on a disk that all ranks share; made at the first save.
+        keep_last: how many of the newest iterations stay; -1 keeps all.
+        keep_every: iterations that are multiples of this stay as well.
+        async_save: `save` returns as soon as the state is copied, and the copy is written in the background. The copies
+            are kept for the next save, so a rank holds its part of the state twice.
+        checksums: hash the files while writing.
+        sync: flush to the disk before the tracker moves. Only for measurements is there a reason to switch it off.
+
+    Raises:
+        ValueError: ``keep_last`` is 0 or below -1, or ``keep_every`` is not positive.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        async_save: bool = False,
+        checksums: bool = True,
+        sync: bool = True,
+    ) -> None:
+        if keep_last < -1 or keep_last == 0:
+            raise ValueError(
+                f"keep_last: {keep_last} would delete what was just saved; use -1 (keep all) or at least 1"
+            )
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every: {keep_every} is not a positive number of steps")
+        self.folder = Path(folder)
+        self._keep = (keep_last, keep_every)
+        self._options = WriteOptions(checksums, sync)
+        self._staging: dict[str, torch.Tensor] | None = {} if async_save else None
+        self._executor = ThreadPoolExecutor(1, "mm-checkpoint") if async_save else None
+        self._pending: Future[Path] | None = None
+        self._ranks: Ranks | None = None
+        self._known: set[int] = set()  # iterations that this run wrote or resumed from
+
+    def prepare(self, step: int = 0, state: Mapping[str, Any] | None = None) -> None:
+        """Check, before any step is trained, that saving will work: call it right after a resume or a fresh start.
+
+        Args:
+            step: where the run starts; a complete iteration beyond it belongs to another run.
+            state: what will be saved, to check that two of it fit on the disk.
+
+        Raises:
+            DestinationError: the folder holds iterations beyond ``step``, or isn't shared by all ranks.
+            SaveError: the disk is too full, or can't be written.
+        """
+        self.wait()
+        ranks = self._peers()
+        probe = ranks.together(lambda: self._make_probe(step) if ranks.is_first else None)[0]
+        assert probe is not None
+        try:
+            ranks.together(lambda: _files.await_shared(probe))
+            if state is not None:
+                sizes = ranks.all_gather(_own_bytes(state))
+                ranks.together(lambda: _files.check_free_space(self.folder, sum(sizes)) if ranks.is_first else None)
+        finally:
+            if ranks.is_first:
+                probe.unlink(missing_ok=True)
+        if step:
+            self._known.add(step)
+
+    def save(self, step: int, state: Mapping[str, Any], *, manifest: Mapping[str, Any] | None = None) -> Path:
+        """Save ``state`` as iteration ``step``; an error of an earlier save in the background is raised here first.
+
+        Args:
+            step: the iteration's number.
+            state: nested mappings of tensors (plain or DTensor) and plain values. A plain value is the same on all
+                ranks, or its name has the rank in it.
+            manifest: what else the manifest should say (json values).
+
+        Returns:
+            The iteration's folder; with ``async_save`` it is complete only after `wait`.
+
+        Raises:
+            DestinationError: the folder holds this iteration or a later one that this run didn't write, or it isn't
+                shared by all ranks.
+            SaveError: the disk is full or refuses; what was complete before still is.
+            TypeError, ValueError: a value that can't be stored, or that differs between ranks.
+        """
+        self.wait()
+        ranks = self._peers()
+        extra = {"step": step, "created": datetime.now(UTC).isoformat(timespec="seconds"), "world_size": ranks.size}
+        extra |= manifest or {}
+
+        def begin() -> Snapshot:
+            if extra["step"] != step:
+                raise ValueError(f"manifest: step {extra['step']} given while saving step {step}")
+            if ranks.is_first:
+                self._check_foreign(step, inclusive=True)
+            return take_snapshot(state, is_first=ranks.is_first, staging=self._staging)
+
+        snapshot = ranks.each(begin)
+        if self._executor is None:
+            return self._write(step, snapshot, extra)
+        self._pending = self._executor.submit(self._write, step, snapshot, extra)
+        return self.folder / _discovery.iteration_name(step)
+
+    def _write(self, step: int, snapshot: Snapshot, extra: Mapping[str, Any]) -> Path:
+        ranks = self._peers()
+        path = write_checkpoint(self.folder, step, snapshot, extra, ranks, self._options)
+        self._known.add(step)
+        if ranks.is_first:
+            for deleted in apply_retention(self.folder, step, *self._keep):
+                log.info("deleted %s (keep_last=%s, keep_every=%s)", deleted, *self._keep)
+        return path
+
+    def _check_foreign(self, step: int, *, inclusive: bool) -> None:
+        foreign = [
+            path.name
+            for number, path in _discovery.list_iterations(self.folder)
+            if number not in self._known and (number >= step if inclusive else number > step)
+        ]
+        if foreign:
+            raise DestinationError(
+                f"{self.folder}: holds {', '.join(foreign[-3:])}, which this run did not write and which would be taken "
+                f"for newer than step {step}: save elsewhere, or resume from there"
+            )
+
+    def _make_probe(self, step: int) -> Path:
+        self._check_foreign(step, inclusive=False)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        probe = _files.partial_path(self.folder / "probe")
+        _files.write_bytes(probe, b"", sync=False)
+        return probe
+
+    def latest(self) -> Path | None:
+        """The complete iteration with the highest number; None if there is no iteration. Waits for a pending save.
+
+        Raises:
+            IncompleteCheckpointError: there are iterations, but none is complete.
+        """
+        self.wait()
+        return _discovery.newest_complete(self.folder)
+
+    def resolve(self, load: str | Path) -> Path | None:
+        """The iteration that ``load`` means.
+
+        ``auto`` is `latest` of this folder; otherwise a run's folder (the tracker's iteration, without tracker the only
+        complete one) or an iteration's.
+
+        Raises:
+            IncompleteCheckpointError: none or several complete ones; a damaged one is named with the newest that isn't.
+        """
+        self.wait()
+        return self.latest() if str(load) == "auto" else _discovery.resolve_iteration(Path(load))
+
+    def load(self, path: str | Path, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill the tensors of ``state`` in place from a complete iteration, and return its plain values.
+
+        Any number of ranks, any mesh: each rank reads the bytes of its own shards. Names are compared both ways in
+        every section (top-level key) that ``state`` has; a section it lacks is not loaded; a section that is None is
+        returned whole, its tensors included.
+
+        Raises:
+            IncompleteCheckpointError, CorruptFileError: files are missing, truncated or unreadable.
+            WeightMismatchError: names, shapes, element types or kinds differ.
+        """
+        self.wait()
+        path, ranks = Path(path), self._peers()
+        seen = ranks.together(lambda: checkpoint_identity(_discovery.require_complete(path)))
+        if len(set(seen)) > 1:
+            raise DestinationError(f"{path}: the ranks see different checkpoints there; it has to be on a shared disk")
+        values = ranks.each(lambda: restore(path, state))
+        if step := _discovery.iteration_number(path):
+            self._known.add(step)
+        return values
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one, and raise its error, if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """`wait`, and let go of threads and copies. The manager is of no use afterwards."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+            self._staging = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    def _peers(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks.current(own_group=True)
+        return self._ranks
+
+
+def _own_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of the tensors that this rank would write, replicas counted on every rank."""
+    from mm_checkpoint._load import local_part
+    from mm_checkpoint._state import flatten
+
+    return sum(local_part(tensor).tensor.nbytes for tensor in flatten(state).tensors.values())

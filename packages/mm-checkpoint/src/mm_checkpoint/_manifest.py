@@ -1,0 +1,73 @@
+"""The manifest: what makes a checkpoint complete, checkable and exportable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mm_checkpoint._files import FileRecord, checksum_file, dump_json, read_json, safe_join, write_bytes
+from mm_checkpoint.errors import CorruptFileError, IncompleteCheckpointError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "mm-checkpoint"
+FORMAT_VERSION = 1
+
+
+def make_manifest(files: Mapping[str, FileRecord], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest's content: our fields first, then the caller's.
+
+    Raises:
+        ValueError: ``extra`` uses one of our fields.
+    """
+    ours = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    clash = {"files", *ours} & extra.keys()
+    if clash:
+        raise ValueError(f"manifest: {', '.join(sorted(clash))} can't be given, they are filled in when saving")
+    return {**ours, **extra, "files": {name: files[name].to_json() for name in sorted(files)}}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write the manifest of a folder whose other files are all there."""
+    write_bytes(folder / MANIFEST_NAME, dump_json(manifest), sync=sync)
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        IncompleteCheckpointError: there is none.
+        CorruptFileError: it isn't one of ours, is unreadable, or comes from a newer version of this format.
+    """
+    file = Path(path) / MANIFEST_NAME
+    if not file.is_file():
+        raise IncompleteCheckpointError(f"{path}: no {MANIFEST_NAME}, so this is no complete checkpoint")
+    manifest = read_json(file)
+    if manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
+        raise CorruptFileError(f"{file}: not a manifest of {FORMAT}")
+    if not isinstance(manifest["format_version"], int) or manifest["format_version"] > FORMAT_VERSION:
+        raise CorruptFileError(
+            f"{file}: format version {manifest['format_version']}, this release reads up to {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def find_damage(folder: Path, *, checksums: bool = False, on_bytes: Any = None) -> list[str]:
+    """What a folder lacks of what its manifest promises: one line per file, none if it is whole.
+
+    Args:
+        folder: a folder with a manifest.
+        checksums: also read every byte; otherwise only presence and sizes are checked.
+        on_bytes: called with the number of bytes read, piece by piece.
+    """
+    found = []
+    for name, value in read_manifest(folder)["files"].items():
+        file = safe_join(folder, name, found_in=MANIFEST_NAME)
+        expected = FileRecord.from_json(value)
+        if not file.is_file():
+            found.append(f"{file}: missing")
+        elif file.stat().st_size != expected.size:
+            found.append(f"{file}: {file.stat().st_size:,} bytes, {expected.size:,} were written")
+        elif checksums and expected.crc32 is not None and checksum_file(file, on_bytes).crc32 != expected.crc32:
+            found.append(f"{file}: its bytes have changed since they were written (checksum)")
+    return found

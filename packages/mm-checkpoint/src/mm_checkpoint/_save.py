@@ -1,0 +1,197 @@
+"""Writing one checkpoint: every rank its chunks, rank 0 everything else.
+
+[Note: order of writing] Chunk files -> ``.metadata`` -> manifest, all in a folder of a temporary name and each flushed;
+then the rename to ``iter_*``, then the tracker, then retention. A process that is killed at any point leaves a leftover
+that nothing takes for a checkpoint, or a complete checkpoint with a tracker that is one save behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_checkpoint import _files
+from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
+from mm_checkpoint._dcp_writer import chunk_file_name, write_metadata, write_tensor
+from mm_checkpoint._discovery import TRACKER_NAME, iteration_name
+from mm_checkpoint._files import FileRecord
+from mm_checkpoint._manifest import make_manifest, write_manifest
+from mm_checkpoint._ranks import Ranks
+from mm_checkpoint._snapshot import Snapshot
+from mm_checkpoint.errors import DestinationError, sample
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
+Place = tuple[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank wrote."""
+
+    files: dict[str, FileRecord]
+    extents: dict[Place, Extent]
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    checksums: bool = True
+    sync: bool = True
+
+
+def write_checkpoint(
+    folder: Path, step: int, snapshot: Snapshot, extra: Mapping[str, Any], ranks: Ranks, options: WriteOptions
+) -> Path:
+    """Write iteration ``step`` and move the tracker. Called on every rank; raises the same error on every rank.
+
+    Raises:
+        SaveError: a disk that is full or refuses.
+        DestinationError: ``folder`` is not the same for all ranks.
+        ValueError: plain values differ between ranks.
+    """
+    target = folder / iteration_name(step)
+    partial = ranks.together(lambda: _begin(target) if ranks.is_first else None)[0]
+    assert partial is not None
+    try:
+        ranks.together(lambda: _files.await_shared(partial))
+        contributions = ranks.gather(dataclasses.replace(snapshot, chunks={}, values={}))
+        planned = ranks.each(lambda: _plan(folder, contributions) if ranks.is_first else None)
+        plan = ranks.scatter(planned.plans if planned else None)
+        own = ranks.each(lambda: _write_chunks(partial, plan, snapshot, ranks, options))
+        written = ranks.gather(own)
+        ranks.each(lambda: _finish(partial, target, planned, written, extra, options) if planned else None)
+    except BaseException:
+        if ranks.is_first:
+            _files.remove(partial)
+        raise
+    return target
+
+
+def _begin(target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _files.remove_leftovers(target.parent, "iter_")
+    partial = _files.partial_path(target)
+    partial.mkdir()
+    return partial
+
+
+@dataclass(frozen=True)
+class _Planned:
+    plans: list[SavePlan]
+    metadata: Metadata
+    aliases: dict[str, str]
+
+
+def _plan(folder: Path, contributions: list[Snapshot]) -> _Planned:
+    """Let torch's planner settle which rank writes what; tied names are written once."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    _check_replicated(contributions)
+    aliases = _agree_on_ties(contributions)
+    plans = []
+    for contribution in contributions:
+        items = [item for item in contribution.plan.items if item.index.fqn not in aliases]
+        plans.append(dataclasses.replace(contribution.plan, items=items))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    global_plans, metadata = planner.create_global_plan(plans)
+    metadata.planner_data = {name: path for part in contributions for name, path in part.paths.items()}
+    size = sum(item.tensor_storage_size() or 0 for plan in global_plans for item in plan.items)
+    _files.check_free_space(folder, size)
+    return _Planned(global_plans, metadata, aliases)
+
+
+def _check_replicated(contributions: list[Snapshot]) -> None:
+    seen: dict[str, int] = {}
+    different = {
+        name
+        for contribution in contributions
+        for name, checksum in contribution.replicated.items()
+        if seen.setdefault(name, checksum) != checksum
+    }
+    if different:
+        raise ValueError(
+            f"state: {len(different)} plain value(s) differ between ranks and only one would be kept: "
+            f"{sample(different)}; put the rank into the name"
+        )
+
+
+def _agree_on_ties(contributions: list[Snapshot]) -> dict[str, str]:
+    """Names that are the same memory on every rank that holds any of it: alias to the name that is written."""
+    aliases: dict[str, str] = {}
+    groups = {names for contribution in contributions for names in contribution.ties}
+    for names in sorted(groups, key=len):
+        agreed = all(names in part.ties or part.empty.issuperset(names) for part in contributions)
+        if agreed:
+            kept = min(names, key=lambda name: (len(name), name))
+            aliases |= {name: kept for name in names if name != kept}
+    return aliases
+
+
+def _write_chunks(partial: Path, plan: SavePlan, snapshot: Snapshot, ranks: Ranks, options: WriteOptions) -> _Written:
+    if not plan.items:
+        return _Written({}, {})
+    name = chunk_file_name(ranks.rank)
+    extents: dict[Place, Extent] = {}
+    with _files.durable_file(partial / name, checksum=options.checksums, sync=options.sync) as file:
+        for item in plan.items:
+            key = item.index.fqn
+            if key in snapshot.values:
+                start = file.tell()
+                file.write(snapshot.values[key])
+                extents[key, None] = Extent(name, start, file.tell() - start)
+            else:
+                offsets = tuple(item.index.offset or ())
+                extents[key, offsets] = write_tensor(file, name, snapshot.chunks[key].cpu().contiguous())
+        return _Written({name: file.finish()}, extents)
+
+
+def _finish(
+    partial: Path,
+    target: Path,
+    planned: _Planned,
+    written: list[_Written],
+    extra: Mapping[str, Any],
+    options: WriteOptions,
+) -> None:
+    files = {name: record for part in written for name, record in part.files.items()}
+    extents = {place: extent for part in written for place, extent in part.extents.items()}
+    metadata = planned.metadata
+    for alias, kept in planned.aliases.items():
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
+        extents |= {(alias, offsets): extent for (name, offsets), extent in list(extents.items()) if name == kept}
+    files[METADATA_NAME] = write_metadata(partial, metadata, extents, sync=options.sync)
+    write_manifest(partial, make_manifest(files, extra), sync=options.sync)
+    if target.exists():
+        raise DestinationError(f"{target}: appeared while this iteration was being written; it was left alone")
+    _files.publish(partial, target, sync=options.sync)
+    _files.replace_text(target.parent / TRACKER_NAME, f"{extra['step']}\n", sync=options.sync)
+
+
+def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | None) -> list[Path]:
+    """Delete complete iterations up to ``step`` that neither rule keeps; return what was deleted.
+
+    Iterations beyond ``step`` are another run's and never touched, and the one just written always stays.
+
+    Args:
+        folder: the run's folder.
+        step: the iteration that was just written.
+        keep_last: how many of the newest stay; -1 keeps all.
+        keep_every: multiples of this number stay as well.
+    """
+    from mm_checkpoint._discovery import complete_iterations
+
+    if keep_last == -1:
+        return []
+    candidates = [(number, path) for number, path in complete_iterations(folder) if number <= step]
+    doomed = [path for number, path in candidates[:-keep_last] if not (keep_every and number % keep_every == 0)]
+    for path in doomed:
+        # Renamed first: what a killed deletion leaves is not an iteration with files missing.
+        leftover = _files.partial_path(path)
+        path.rename(leftover)
+        _files.remove(leftover)
+    return doomed

@@ -1,0 +1,110 @@
+"""What one rank contributes to a checkpoint, frozen at the moment of the save."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mm_checkpoint._dcp_writer import pickle_value
+from mm_checkpoint._load import local_part
+from mm_checkpoint._state import flatten
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.planner import SavePlan
+
+# Replicated values are compared between ranks up to this size; beyond it lie weights, not bookkeeping.
+COMPARED_BYTES = 64 << 10
+
+
+@dataclass
+class Snapshot:
+    """One rank's part of a state.
+
+    Attributes:
+        plan: torch's local save plan: the chunks that this rank could write.
+        chunks: this rank's memory of each tensor (the live one, or a copy for a save in the background).
+        values: the pickled plain values.
+        paths: flat name to the keys that lead to it.
+        ties: groups of names that are the same memory on this rank.
+        empty: names of which this rank holds no element, so that it can't tell what they are tied to.
+        replicated: checksum of every plain value and small plain tensor, which have to be equal on all ranks.
+    """
+
+    plan: SavePlan
+    chunks: dict[str, torch.Tensor]
+    values: dict[str, bytes]
+    paths: dict[str, tuple[str, ...]]
+    ties: list[tuple[str, ...]]
+    empty: set[str]
+    replicated: dict[str, int]
+
+
+def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str, torch.Tensor] | None) -> Snapshot:
+    """Describe this rank's part of ``state``, without any communication.
+
+    Args:
+        state: nested mappings of tensors, DTensors and plain values.
+        is_first: whether this is rank 0.
+        staging: buffers to copy the tensors into (made as needed, kept by the caller for the next save), so that the
+            state may change while it is written; None writes from the live memory.
+
+    Raises:
+        TypeError: a plain value that wouldn't load again.
+        ValueError: two entries with one flat name.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    flat = flatten(state)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({**flat.tensors, **flat.values}, is_coordinator=is_first)
+    chunks = {name: local_part(tensor).tensor for name, tensor in flat.tensors.items()}
+    values = {name: pickle_value(value) for name, value in flat.values.items()}
+    ties = _find_ties(chunks)
+    replicated = {name: zlib.crc32(value) for name, value in values.items()}
+    for name, tensor in flat.tensors.items():
+        if chunks[name] is not None and type(tensor).__name__ != "DTensor" and tensor.nbytes <= COMPARED_BYTES:
+            replicated[name] = _checksum(chunks[name])
+    empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
+    if staging is not None:
+        chunks = _copy(chunks, ties, staging)
+    return Snapshot(planner.create_local_plan(), chunks, values, flat.paths, ties, empty, replicated)
+
+
+def _find_ties(chunks: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, chunk in chunks.items():
+        if chunk.numel():
+            place = (chunk.device, chunk.data_ptr(), tuple(chunk.shape), chunk.stride(), chunk.dtype)
+            groups.setdefault(place, []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    from mm_checkpoint._source import bytes_of
+
+    return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def _copy(
+    chunks: Mapping[str, torch.Tensor], ties: list[tuple[str, ...]], staging: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copy every chunk into CPU memory; buffers of an earlier save are used again where they fit."""
+    import torch
+
+    kept = {name: names[0] for names in ties for name in names}
+    copies: dict[str, torch.Tensor] = {}
+    for name, chunk in chunks.items():
+        first = kept.get(name, name)
+        if first not in copies:
+            buffer = staging.get(first)
+            if buffer is None or buffer.shape != chunk.shape or buffer.dtype != chunk.dtype:
+                buffer = torch.empty(chunk.shape, dtype=chunk.dtype)
+                staging[first] = buffer
+            copies[first] = buffer.copy_(chunk)
+        copies[name] = copies[first]
+    for name in staging.keys() - copies.keys():
+        del staging[name]
+    return copies

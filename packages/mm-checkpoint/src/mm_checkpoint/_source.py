@@ -1,0 +1,80 @@
+"""The one reading interface behind loading, converting, exporting and inspecting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mm_checkpoint import _dtypes
+from mm_checkpoint._box import Box
+
+if TYPE_CHECKING:
+    import torch
+
+# Streams hold at most this many bytes of a tensor at a time (per worker).
+PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor, before any of it is read.
+
+    Attributes:
+        shape: its global shape.
+        dtype: torch's name of its element type.
+        file: where it lies, for messages.
+        storage: equal for two names of the very same bytes (tied tensors); None where that can't be.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    storage: tuple[str, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _dtypes.itemsize(self.dtype)
+
+
+class TensorSource(Protocol):
+    """Named tensors of which any box can be read without reading the rest; safe to read from several threads."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Everything there is, in stored order."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data asked for so far."""
+
+    def read_into(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Read ``box`` of tensor ``key`` into ``out``: a contiguous CPU tensor of the box's shape and stored dtype."""
+
+    def close(self) -> None:
+        """Let go of open files."""
+
+
+def read_box(source: TensorSource, key: str, box: Box | None = None) -> torch.Tensor:
+    """A new CPU tensor with ``box`` (default: all) of tensor ``key``, in its stored dtype."""
+    import torch
+
+    info = source.tensors[key]
+    box = Box.full(info.shape) if box is None else box
+    out = torch.empty(box.sizes, dtype=_dtypes.to_torch(info.dtype))
+    source.read_into(key, box, out)
+    return out
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without a copy."""
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
