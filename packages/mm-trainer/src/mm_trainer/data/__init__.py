@@ -15,7 +15,7 @@ _HOME = {
     "build_loader": "build",
     "build_validation": "build",
     "fixed_batches": "loader",
-    "read_table": "metadata",
+    "read_table": "metadata_formats",
 }
 
 __all__ = sorted(_HOME)

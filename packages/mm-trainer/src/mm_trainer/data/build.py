@@ -16,7 +16,7 @@ from mm_trainer.errors import ConfigError
 if TYPE_CHECKING:
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
-    from mm_trainer.config.data import DatasetParam
+    from mm_trainer.config.data import DatasetEntry, DatasetParam
     from mm_trainer.contracts.model import Tokenizer
 
 ValidationBatches = Callable[[], Iterator[dict[str, Any]]]
@@ -77,7 +77,7 @@ def open_dataset(param: DatasetParam, bound: BoundConfig, *, seed: int) -> MapDa
     )
 
 
-def _open_single(entry: DatasetParam, shared: DatasetParam, bound: BoundConfig, *, seed: int) -> MapDataset:
+def _open_single(entry: DatasetEntry, shared: DatasetEntry, bound: BoundConfig, *, seed: int) -> MapDataset:
     """Open one entry; keys it doesn't state come from ``shared``, the section around the list."""
     from mm_trainer.registry import load_dataset_factory
 

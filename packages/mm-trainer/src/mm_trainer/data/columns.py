@@ -6,13 +6,15 @@ workers copy page after page. A column here is one or two numpy buffers, which n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 65536
+CHUNK = 8192
+"""Rows that are Python objects at a time while a table is read; more fall out of the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -23,33 +25,34 @@ class StringColumn:
     ends: NDArray[np.int64]
 
     @classmethod
-    def build(cls, chunks: Iterable[Sequence[str]]) -> StringColumn:
-        """Pack strings that come in chunks, so that only one chunk at a time exists as Python objects."""
-        buffers: list[NDArray[np.uint8]] = []
-        ends: list[NDArray[np.int64]] = []
-        total = 0
-        for chunk in chunks:
-            encoded = [text.encode("utf-8", "surrogateescape") for text in chunk]
-            lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-            ends.append(np.cumsum(lengths) + total)
-            total += int(lengths.sum())
-            buffers.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
-        if not buffers:
-            return cls(np.empty(0, np.uint8), np.empty(0, np.int64))
-        return cls(np.concatenate(buffers), np.concatenate(ends))
+    def pack(cls, texts: Sequence[str]) -> StringColumn:
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        ends = np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)))
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
+
+    @classmethod
+    def empty(cls, length: int) -> StringColumn:
+        """So many empty strings."""
+        return cls(np.empty(0, np.uint8), np.zeros(length, np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[StringColumn]) -> StringColumn:
+        offsets = np.cumsum([0, *(len(part.data) for part in parts[:-1])])
+        return cls(
+            np.concatenate([part.data for part in parts]),
+            np.concatenate([part.ends + offset for part, offset in zip(parts, offsets, strict=True)]),
+        )
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
+        return self._bytes(index).decode("utf-8", "surrogateescape")
+
+    def path(self, index: int) -> str:
+        """A string as a file name: equal to the text, except where the locale isn't UTF-8."""
+        return os.fsdecode(self._bytes(index))
+
+    def _bytes(self, index: int) -> bytes:
         start = int(self.ends[index - 1]) if index else 0
-        return self.data[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogateescape")
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[index] for index in range(len(self)))
-
-    def take(self, rows: NDArray[np.int64]) -> StringColumn:
-        """The column of the given rows, in their order."""
-        return StringColumn.build(
-            [self[int(row)] for row in rows[start : start + CHUNK]] for start in range(0, len(rows), CHUNK)
-        )
+        return self.data[start : int(self.ends[index])].tobytes()

@@ -1,23 +1,21 @@
 """The table that says which clips there are: one row per sample, in compact columns.
 
 Column names in use elsewhere are accepted (`ALIASES`). Numbers are optional; a number that isn't stated is NaN. Text is
-UTF-8, with or without a byte order mark, whatever the locale. Every error names the file, the line and the column.
+UTF-8, with or without a byte order mark, whatever the locale. The formats are in `mm_trainer.data.metadata_formats`.
 """
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mm_trainer.data.columns import CHUNK, StringColumn
+from mm_trainer.data.columns import StringColumn
 from mm_trainer.errors import DataError
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -28,47 +26,61 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "caption": ("caption", "prompt", "cap", "text"),
     "width": ("width",),
     "height": ("height",),
-    "num_frames": ("num_frames", "frames"),
-    "fps": ("fps", "frame_rate"),
-    "first_frame": ("first_frame", "start_frame"),
-    "mask": ("mask", "mask_path"),
-    "reference": ("reference", "reference_image", "reference_images"),
+    "num_frames": ("num_frames",),
+    "fps": ("fps",),
+    "first_frame": ("first_frame",),
+    "mask": ("mask",),
+    "source": ("source",),
+    "reference": ("reference",),
 }
 """Our name → the names it goes by, in the order of preference."""
 
-TEXT_COLUMNS = ("media", "caption", "mask", "reference")
 NUMBER_COLUMNS = ("width", "height", "num_frames", "fps", "first_frame")
-CAPTION_SEPARATOR = "\0"
-"""Between the captions of a row that has several; can't occur in text."""
+TEXT_COLUMNS = tuple(name for name in ALIASES if name not in NUMBER_COLUMNS)
+LIST_SEPARATOR = "\0"
+"""Between the texts of a cell that holds several (captions, reference images); can't occur in text."""
+ABSENT = object()
+"""A row of a JSON file lacks this key."""
 
 
 @dataclass(frozen=True)
 class Table:
     """Rows of metadata; row i of every column belongs to sample i."""
 
-    file: Path
-    media: StringColumn
-    """Paths as written: relative ones count from the data folder."""
-    caption: StringColumn
+    files: tuple[Path, ...]
+    """The files that the rows come from."""
+    starts: NDArray[np.int64]
+    """The first row of each file."""
     line: NDArray[np.int64]
-    """1-based line of the file that the row ends on (the row's number for formats without lines)."""
+    """1-based line that the row ends on (the row's number for formats without lines)."""
     names: Mapping[str, str]
     """Our column name → the file's."""
-    numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    numbers: Mapping[str, NDArray[np.float64]]
     """``width``, ``height``, ``num_frames``, ``fps``, ``first_frame``: whichever the file has."""
-    texts: Mapping[str, StringColumn] = field(default_factory=dict)
-    """``mask``, ``reference``: whichever the file has; an empty string where a row has none."""
+    texts: Mapping[str, StringColumn]
+    """``media`` and whichever of ``caption``, ``mask``, ``source``, ``reference`` the file has."""
 
     def __len__(self) -> int:
-        return len(self.media)
+        return len(self.texts["media"])
 
     def where(self, row: int, column: str = "media") -> str:
         """``file:line: column``, for messages about one row."""
-        return f"{self.file}:{int(self.line[row])}: {self.names.get(column, column)}"
+        file = self.files[int(np.searchsorted(self.starts, row, side="right")) - 1]
+        return f"{file}:{int(self.line[row])}: {self.names.get(column, column)}"
+
+    def media(self, row: int) -> str:
+        """Path of the clip or image, as written; relative ones count from the data folder."""
+        return self.texts["media"].path(row)
 
     def captions(self, row: int) -> list[str]:
         """All captions of a row; at least one, maybe empty."""
-        return self.caption[row].split(CAPTION_SEPARATOR)
+        column = self.texts.get("caption")
+        return [""] if column is None else column[row].split(LIST_SEPARATOR)
+
+    def paths(self, column: str, row: int) -> list[str]:
+        """Paths in ``mask``, ``source`` or ``reference``; none if the row has none."""
+        values = self.texts.get(column)
+        return [] if values is None else [path for path in values.path(row).split(LIST_SEPARATOR) if path]
 
     def number(self, column: str, row: int) -> float:
         """A number of a row, NaN if it isn't stated."""
@@ -76,8 +88,28 @@ class Table:
         return math.nan if values is None else float(values[row])
 
 
-Row = tuple[int, Sequence[Any]]
-"""(line, values in the order of the header)."""
+def join_tables(tables: Sequence[Table]) -> Table:
+    """Rows of several files as one table; a column that one of them lacks is empty there."""
+    lengths = [len(table) for table in tables]
+    offsets = np.cumsum([0, *lengths[:-1]])
+    numbers = {name for table in tables for name in table.numbers}
+    texts = {name for table in tables for name in table.texts}
+    return Table(
+        files=tuple(file for table in tables for file in table.files),
+        starts=np.concatenate([table.starts + offset for table, offset in zip(tables, offsets, strict=True)]),
+        line=np.concatenate([table.line for table in tables]),
+        names={ours: theirs for table in tables for ours, theirs in table.names.items()},
+        numbers={
+            name: np.concatenate([table.numbers.get(name, np.full(len(table), np.nan)) for table in tables])
+            for name in NUMBER_COLUMNS
+            if name in numbers
+        },
+        texts={
+            name: StringColumn.join([table.texts.get(name, StringColumn.empty(len(table))) for table in tables])
+            for name in TEXT_COLUMNS
+            if name in texts
+        },
+    )
 
 
 class TableBuilder:
@@ -85,55 +117,46 @@ class TableBuilder:
 
     Args:
         file: where the rows come from.
-        header: the file's column names.
-        require_caption: refuse a file that has no caption column.
+        prefix: folder that goes before the paths of the rows.
     """
 
-    def __init__(self, file: Path, header: Sequence[str], *, require_caption: bool) -> None:
-        self.file, self.header = file, list(header)
-        self.position: dict[str, int] = {}
-        for ours, aliases in ALIASES.items():
-            found = [self.header.index(name) for name in aliases if name in self.header]
-            if found:
-                self.position[ours] = found[0]
-        for needed in ("media", "caption") if require_caption else ("media",):
-            if needed not in self.position:
-                raise DataError(
-                    f"{file}:1: no {needed} column; expected one of {', '.join(ALIASES[needed])}, "
-                    f"found {', '.join(self.header) or 'nothing'}"
-                )
-        self.texts: dict[str, list[StringColumn]] = {name: [] for name in TEXT_COLUMNS if name in self.position}
-        self.numbers: dict[str, list[NDArray[np.float64]]] = {
-            name: [] for name in NUMBER_COLUMNS if name in self.position
-        }
-        self.lines: list[NDArray[np.int64]] = []
+    def __init__(self, file: Path, *, prefix: str = "") -> None:
+        self.file, self.prefix = file, prefix
+        self.names: dict[str, str] = {}
+        self._chunks: list[Table] = []
+        self._converters: dict[str, Callable[[Any], Any]] = dict.fromkeys(NUMBER_COLUMNS, _number_value)
+        self._converters |= dict.fromkeys(TEXT_COLUMNS, _optional_text)
+        self._converters |= {"media": _media_value, "caption": _caption_value}
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Append a chunk of rows."""
-        if not rows:
-            return
-        lines = [line for line, _ in rows]
-        columns = list(zip(*(values for _, values in rows), strict=True))
-        for name, parts in self.texts.items():
-            check = _media_value if name == "media" else _caption_value if name == "caption" else _text_value
-            values = columns[self.position[name]]
-            parts.append(StringColumn.build([self._convert(check, name, values, lines)]))
-        for name, numbers in self.numbers.items():
-            converted = self._convert(_number_value, name, columns[self.position[name]], lines)
-            numbers.append(np.array(converted, dtype=np.float64))
-        self.lines.append(np.array(lines, dtype=np.int64))
+    def add(self, columns: Mapping[str, Sequence[Any]], lines: Sequence[int]) -> None:
+        """Append a chunk of rows: our column name → its values, `ABSENT` where a row lacks it."""
+        converted = {name: self._convert(name, values, lines) for name, values in columns.items()}
+        numbers = {name: np.asarray(converted[name], dtype=np.float64) for name in NUMBER_COLUMNS if name in converted}
+        texts = {name: self._pack(name, converted[name], lines) for name in TEXT_COLUMNS if name in converted}
+        line = np.array(lines, dtype=np.int64)
+        self._chunks.append(Table((self.file,), np.zeros(1, np.int64), line, self.names, numbers, texts))
 
-    def _convert(
-        self, convert: Callable[[Any], Any], name: str, values: Sequence[Any], lines: Sequence[int]
-    ) -> list[Any]:
-        out: list[Any] = []
+    def _convert(self, name: str, values: Sequence[Any], lines: Sequence[int]) -> Any:
+        plain = _convert_plain(name, values)
+        if plain is not None and not self.prefix:
+            return plain
+        convert, out = self._converters[name], list[Any]()
         try:
             out.extend(map(convert, values))
         except ValueError as error:
-            line = lines[len(out)]
-            column = self.header[self.position[name]]
-            raise DataError(f"{self.file}:{line}: {column}: {error}") from None
+            raise self._error(name, lines[len(out)], str(error)) from None
+        if self.prefix and name in TEXT_COLUMNS and name != "caption":
+            out = [_with_prefix(self.prefix, text) for text in out]
         return out
+
+    def _pack(self, name: str, texts: Sequence[str], lines: Sequence[int]) -> StringColumn:
+        try:
+            return StringColumn.pack(texts)
+        except UnicodeEncodeError as error:  # JSON can spell half a character
+            raise self._error(name, lines[texts.index(error.object)], f"not a text: {error.object!r}") from None
+
+    def _error(self, name: str, line: int, message: str) -> DataError:
+        return DataError(f"{self.file}:{line}: {self.names.get(name) or ' | '.join(ALIASES[name])}: {message}")
 
     def build(self) -> Table:
         """The finished table.
@@ -141,111 +164,87 @@ class TableBuilder:
         Raises:
             DataError: it has no row.
         """
-        if not self.lines:
+        if not self._chunks:
             raise DataError(f"{self.file}: no rows, so there is nothing to train on")
-        texts = {name: _concatenate(parts) for name, parts in self.texts.items()}
-        media = texts.pop("media")
-        caption = texts.pop("caption", None)
-        if caption is None:
-            caption = StringColumn(np.empty(0, np.uint8), np.zeros(len(media), np.int64))
-        return Table(
-            file=self.file,
-            media=media,
-            caption=caption,
-            line=np.concatenate(self.lines),
-            names={name: self.header[index] for name, index in self.position.items()},
-            numbers={name: np.concatenate(parts) for name, parts in self.numbers.items()},
-            texts=texts,
-        )
+        joined = join_tables(self._chunks)
+        return Table((self.file,), np.zeros(1, np.int64), joined.line, self.names, joined.numbers, joined.texts)
 
 
-def read_table(path: Path, *, require_caption: bool = True) -> Table:
-    """Open a metadata file; the format follows from its suffix.
-
-    Args:
-        path: ``.csv`` file.
-        require_caption: refuse a file without a caption column (for models that read no text: False).
-
-    Raises:
-        DataError: missing file, unknown format, missing column, or a value that can't be used, with file, line and
-            column.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"metadata file not found: {path.absolute()}")
-    readers = {".csv": _read_csv}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path}: unknown metadata format {path.suffix!r}; known: {', '.join(sorted(readers))}")
-    try:
-        return reader(path, require_caption)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}") from error
+def _convert_plain(name: str, values: Sequence[Any]) -> Sequence[Any] | NDArray[np.float64] | None:
+    """Convert a chunk at the speed of built-ins, if there is nothing special in it; a million rows take seconds."""
+    kinds = set(map(type, values))
+    if name in NUMBER_COLUMNS and kinds <= {str, int, float}:
+        try:
+            numbers = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+        except ValueError:
+            return None
+        return numbers if np.all(numbers >= 0) and np.all(numbers < math.inf) else None
+    if name in TEXT_COLUMNS and kinds == {str}:
+        return values if name != "media" or all(map(str.strip, values)) else None
+    return None
 
 
-def _read_csv(path: Path, require_caption: bool) -> Table:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header = [name.strip() for name in next(reader, [])]
-        builder = TableBuilder(path, header, require_caption=require_caption)
-        rows = _csv_rows(path, reader, len(header))
-        while chunk := list(islice(rows, CHUNK)):
-            builder.add(chunk)
-    return builder.build()
+def find_columns(header: Sequence[str]) -> dict[str, int]:
+    """Our column name → position in a header; the first alias wins."""
+    position = {name: index for index, name in enumerate(header)}
+    found: dict[str, int] = {}
+    for ours, aliases in ALIASES.items():
+        present = [position[name] for name in aliases if name in position]
+        if present:
+            found[ours] = present[0]
+    return found
 
 
-def _csv_rows(path: Path, reader: Any, width: int) -> Iterator[Row]:
-    try:
-        for row in reader:
-            if len(row) != width:
-                if not row:  # a blank line
-                    continue
-                raise DataError(f"{path}:{reader.line_num}: {len(row)} fields, the header has {width}")
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: {error}") from error
+def check_columns(found: Mapping[str, Any], header: Sequence[str], where: str, *, require_caption: bool) -> None:
+    """Refuse a header without the columns that must be there."""
+    for needed in ("media", "caption") if require_caption else ("media",):
+        if needed not in found:
+            raise DataError(
+                f"{where}: no {needed} column; expected one of {', '.join(ALIASES[needed])}, "
+                f"found {', '.join(header) or 'nothing'}"
+            )
+
+
+def _with_prefix(prefix: str, text: str) -> str:
+    return LIST_SEPARATOR.join(f"{prefix}/{path}" for path in text.split(LIST_SEPARATOR)) if text else text
 
 
 def _media_value(value: Any) -> str:
+    if value is ABSENT:
+        raise ValueError("missing")
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("no path")
+        raise ValueError(f"expected a path, got {value!r}")
     return value
 
 
 def _caption_value(value: Any) -> str:
     """An empty caption is allowed (unconditional); a list holds several captions of one clip; words stay words."""
+    if value is ABSENT:
+        raise ValueError("missing")
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return CAPTION_SEPARATOR.join(value)
+        return LIST_SEPARATOR.join(value)
     raise ValueError(f'expected text or a list of texts, got {value!r} (an empty caption is written "")')
 
 
-def _text_value(value: Any) -> str:
-    if value is None:
+def _optional_text(value: Any) -> str:
+    if value is None or value is ABSENT:
         return ""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return CAPTION_SEPARATOR.join(value)
-    raise ValueError(f"expected text, got {value!r}")
+        return LIST_SEPARATOR.join(value)
+    raise ValueError(f"expected text or a list of texts, got {value!r}")
 
 
 def _number_value(value: Any) -> float:
-    if value is None or value == "":
+    if value is None or value is ABSENT or value == "":
         return math.nan
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"expected a number, got {value!r}") from None
-    if isinstance(value, bool) or number < 0 or math.isinf(number):
+    if isinstance(value, bool) or not 0 <= number < math.inf:
         raise ValueError(f"expected a number of at least 0, got {value!r}")
     return number
-
-
-def _concatenate(parts: Sequence[StringColumn]) -> StringColumn:
-    offset, ends = 0, []
-    for part in parts:
-        ends.append(part.ends + offset)
-        offset += len(part.data)
-    return StringColumn(np.concatenate([part.data for part in parts]), np.concatenate(ends))

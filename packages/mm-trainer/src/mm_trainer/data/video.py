@@ -19,7 +19,8 @@ from torch import Tensor
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.contracts.spec import Options as BaseOptions
-from mm_trainer.data.metadata import Table, read_table
+from mm_trainer.data.metadata import Table
+from mm_trainer.data.metadata_formats import read_table
 from mm_trainer.data.reader import MediaError, MediaInfo, is_image, probe, read_frames, read_image, resize
 from mm_trainer.data.report import DataReport
 from mm_trainer.data.shaping import (
@@ -113,7 +114,7 @@ class VideoDataset:
                 shaped = chooser.choose(frames=chooser.shortest, height=info.height, width=info.width)
                 bucket = shaped._replace(frames=floor_frames(frames, spec)) if shaped else None
             if bucket is None:
-                self.report.skip(f"{self.table.media[row]} ({frames} frames)", "too short", bad=False)
+                self.report.skip(f"{self.table.media(row)} ({frames} frames)", "too short", bad=False)
                 continue
             rows.append(row)
             buckets.append(known.setdefault(bucket, bucket))
@@ -162,7 +163,7 @@ class VideoDataset:
         return sample
 
     def path(self, row: int) -> Path:
-        return self.folder / self.table.media[row]
+        return self.folder / self.table.media(row)
 
     def _read(self, row: int, bucket: Bucket, draws: list[float]) -> NDArray[np.uint8]:
         """Frames of one clip, (F, H, W, 3); ``draws`` are four uniform numbers: start, crop across, crop down, flip."""
@@ -244,18 +245,18 @@ class ClipIndex:
         duration = np.divide(frames, fps, out=np.zeros(count), where=fps > 0)
         unknown = np.flatnonzero(np.isnan(width) | np.isnan(height) | np.isnan(frames) | np.isnan(fps))
         if len(unknown) > 1000:
-            logger.info("looking at %d files whose size and length %s doesn't state", len(unknown), table.file)
+            logger.info("looking at %d files whose size and length %s doesn't state", len(unknown), table.files[0])
 
         def look(row: int) -> MediaInfo | MediaError:
             try:
-                return probe(folder / table.media[row])
+                return probe(folder / table.media(row))
             except MediaError as error:
                 return error
 
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             for row, found in zip(unknown.tolist(), pool.map(look, unknown.tolist()), strict=True):
                 if isinstance(found, MediaError):
-                    report.skip(f"{table.where(row)}: {(folder / table.media[row]).absolute()}", str(found), bad=True)
+                    report.skip(f"{table.where(row)}: {(folder / table.media(row)).absolute()}", str(found), bad=True)
                     width[row] = np.nan
                     continue
                 width[row], height[row], frames[row] = found.width, found.height, found.frames

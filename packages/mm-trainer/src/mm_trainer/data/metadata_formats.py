@@ -1,0 +1,211 @@
+"""The forms that metadata comes in: CSV, JSON, JSONL, Parquet, a folder with sidecar texts, a list of annotation files.
+
+Every error names the file, the line and the column.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+from mm_trainer.data.columns import CHUNK
+from mm_trainer.data.metadata import ABSENT, ALIASES, Table, TableBuilder, check_columns, find_columns, join_tables
+from mm_trainer.data.reader import IMAGE_SUFFIXES
+from mm_trainer.errors import DataError
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif", ".ts"})
+
+
+def read_table(path: Path | str, *, require_caption: bool = True) -> Table:
+    """Open metadata; the form follows from the suffix.
+
+    Args:
+        path: ``.csv``, ``.json`` (a list of objects), ``.jsonl``, ``.parquet`` (needs pyarrow), a folder of clips and
+            images with one ``.txt`` beside each, or a ``.txt`` whose lines read ``folder,annotations.json`` (the
+            annotation's paths count from the folder; both count from the ``.txt``'s own folder).
+        require_caption: refuse rows without a caption column (for models that read no text: False).
+
+    Raises:
+        DataError: missing file, unknown form, missing column, or a value that can't be used, with file, line and
+            column.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _read_folder(path, require_caption)
+    if path.suffix.lower() == ".txt":
+        return _read_list(path, require_caption)
+    return _read_file(path, require_caption, prefix="")
+
+
+def _read_file(path: Path, require_caption: bool, *, prefix: str) -> Table:
+    readers = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path}: unknown metadata form {path.suffix!r}; known: {', '.join(readers)}, .txt, a folder")
+    if not path.is_file():
+        raise DataError(f"metadata file not found: {path.absolute()}")
+    builder = TableBuilder(path, prefix=prefix)
+    try:
+        reader(path, builder, require_caption)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}") from error
+    return builder.build()
+
+
+def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        header = [name.strip() for name in next(reader, [])]
+        found = find_columns(header)
+        check_columns(found, header, f"{path}:1", require_caption=require_caption)
+        builder.names = {ours: header[index] for ours, index in found.items()}
+        for lines, rows in _csv_chunks(path, reader):
+            if set(map(len, rows)) != {len(header)}:
+                line, row = next(pair for pair in zip(lines, rows, strict=True) if len(pair[1]) != len(header))
+                raise DataError(f"{path}:{line}: {len(row)} fields, the header has {len(header)}")
+            columns = list(zip(*rows, strict=True))
+            builder.add({ours: columns[index] for ours, index in found.items()}, lines)
+
+
+def _csv_chunks(path: Path, reader: Any) -> Iterator[tuple[Sequence[int], list[list[str]]]]:
+    """Chunks of rows, and the line that each ends on; blank lines are passed over."""
+    try:
+        start = reader.line_num
+        while rows := list(islice(reader, CHUNK)):
+            lines: Sequence[int] = range(start + 1, start + len(rows) + 1)
+            if reader.line_num != lines[-1] or [] in rows:  # some rows hold line breaks, or none of the fields
+                heights = (1 + sum(field.count("\n") for field in row) for row in rows)
+                ends = accumulate(heights, initial=start)
+                next(ends)
+                pairs = [(line, row) for line, row in zip(ends, rows, strict=True) if row]
+                lines, rows = [line for line, _ in pairs], [row for _, row in pairs]
+            start = reader.line_num
+            if rows:
+                yield lines, rows
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _read_jsonl(path: Path, builder: TableBuilder, require_caption: bool) -> None:
+    def rows() -> Iterator[tuple[int, Any]]:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        yield number, json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+
+    _add_objects(path, rows(), builder, require_caption)
+
+
+def _read_json(path: Path, builder: TableBuilder, require_caption: bool) -> None:
+    _add_objects(path, _json_rows(path, path.read_text(encoding="utf-8-sig")), builder, require_caption)
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """The elements of a JSON list, each with the line it begins on."""
+    decoder, space = json.JSONDecoder(), " \t\r\n"
+    at = len(text) - len(text.lstrip(space))
+    if text[at : at + 1] != "[":
+        raise DataError(f"{path}:1: expected a list of objects")
+    line, seen, at = 1, 0, at + 1
+    while True:
+        while text[at : at + 1] and text[at] in space + ",":
+            at += 1
+        if text[at : at + 1] == "]":
+            return
+        line, seen = line + text.count("\n", seen, at), at
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+        yield line, value
+
+
+def _add_objects(path: Path, rows: Iterable[tuple[int, Any]], builder: TableBuilder, require_caption: bool) -> None:
+    """Add JSON objects, whose keys may differ from row to row."""
+    rows, wanted = iter(rows), list(ALIASES)
+    plans: dict[tuple[str, ...], dict[str, str]] = {}
+    while chunk := list(islice(rows, CHUNK)):
+        columns: dict[str, list[Any]] = {name: [] for name in wanted}
+        for line, row in chunk:
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{line}: expected an object, got {row!r}")
+            keys = tuple(row)
+            plan = plans.get(keys)
+            if plan is None:
+                plan = plans[keys] = {ours: keys[index] for ours, index in find_columns(keys).items()}
+                check_columns(plan, keys, f"{path}:{line}", require_caption=require_caption)
+                builder.names |= plan
+            for name, values in columns.items():
+                values.append(row[plan[name]] if name in plan else ABSENT)
+        present = {name: values for name, values in columns.items() if name in builder.names}
+        builder.add(present, [line for line, _ in chunk])
+
+
+def _read_parquet(path: Path, builder: TableBuilder, require_caption: bool) -> None:
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise DataError(f"{path}: Parquet needs pyarrow: pip install 'mm-trainer[parquet]'") from error
+    try:
+        with ParquetFile(path) as file:
+            header = file.schema_arrow.names
+            found = find_columns(header)
+            check_columns(found, header, str(path), require_caption=require_caption)
+            builder.names = {ours: header[index] for ours, index in found.items()}
+            start = 1
+            for batch in file.iter_batches(batch_size=CHUNK, columns=list(builder.names.values())):
+                values = batch.to_pydict()
+                lines = range(start, start + batch.num_rows)
+                builder.add({ours: values[theirs] for ours, theirs in builder.names.items()}, lines)
+                start += batch.num_rows
+    except ArrowInvalid as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from error
+
+
+def _read_list(path: Path, require_caption: bool) -> Table:
+    if not path.is_file():
+        raise DataError(f"metadata file not found: {path.absolute()}")
+    tables = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if not line.strip():
+            continue
+        folder, comma, annotations = (part.strip() for part in line.rpartition(","))
+        if not comma or not folder or not annotations:
+            raise DataError(f"{path}:{number}: expected `folder,annotations.json`, got {line!r}")
+        try:
+            tables.append(_read_file(path.parent / annotations, require_caption, prefix=str(path.parent / folder)))
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
+    if not tables:
+        raise DataError(f"{path}: no rows, so there is nothing to train on")
+    return join_tables(tables)
+
+
+def _read_folder(path: Path, require_caption: bool) -> Table:
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES)
+    builder = TableBuilder(path)
+    builder.names = {"media": "file", "caption": "caption file"}
+    captions = []
+    for file in files:
+        sidecar = file.with_suffix(".txt")
+        if sidecar.is_file():
+            try:
+                captions.append(sidecar.read_text(encoding="utf-8-sig").strip())
+            except UnicodeDecodeError as error:
+                raise DataError(f"{sidecar}: not UTF-8: {error.reason} at offset {error.start}") from error
+        elif require_caption:
+            raise DataError(f"{file}: its caption file {sidecar.name} is missing")
+        else:
+            captions.append("")
+    if files:
+        media = [str(file.relative_to(path)) for file in files]
+        builder.add({"media": media, "caption": captions}, range(1, len(files) + 1))
+    return builder.build()
