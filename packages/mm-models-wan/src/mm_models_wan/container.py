@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
-from mm_trainer.contracts import ModelContainer, ModelSpec, Options
+from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer, ModelSpec, Options
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from mm_models_wan.pipeline import WanPipeline
 
 TASKS = ("t2v", "i2v", "ti2v")
+PREDICTORS = ("predictor", "predictor_2")
+"""The trained sub-models; the second one only with ``expert: both``, where they are the high- and low-noise expert."""
 
 
 class Wan22Options(Options):
     """Keys of ``model`` that only this container knows."""
 
-    expert: Literal["high", "low"] | None = None
-    """Which expert is trained; its noise range ends at the model's own boundary."""
+    expert: Literal["high", "low", "both"] | None = None
+    """Which expert is trained; its noise range ends at the model's own boundary. ``both``: two predictors, one of them
+    drawn for every optimizer step."""
     boundary: float | None = Field(default=None, gt=0, lt=1)
     """σ where the experts meet; by default what the weights' ``model_index.json`` or the architecture says."""
     noise_range: NoiseRange | None = None
     """[lo, hi] in σ, instead of ``expert``."""
     scheduler: WanSchedulerOptions = WanSchedulerOptions()
+    last_frame: bool = False
+    """Task i2v: the last frame is given as well as the first."""
 
     @field_validator("noise_range")
     @classmethod
@@ -47,21 +52,64 @@ class Wan22Options(Options):
 
 
 class Wan22Container(ModelContainer):
-    """Roles ``ae``, ``text_encoder`` and ``predictor``."""
+    """Roles ``ae``, ``text_encoder``, ``predictor`` and, with ``expert: both``, ``predictor_2``.
+
+    [Note: two experts in one run] One optimizer step trains one expert, drawn with the natural probability of its noise
+    range and keyed by (seed, step), so that all ranks and micro-steps agree. Before a step's first micro-batch the
+    engine calls :meth:`activate_for_step` and steps the optimizer of the sub-model whose name it returns; the other one
+    runs neither forward nor backward, so its gradients stay None and its parameters sharded.
+    """
 
     Options = Wan22Options
     checkpoint_submodels: tuple[str, ...] = ("predictor",)
     pipeline_id: ClassVar[str | None] = "wan2_2"
 
+    def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
+        self.checkpoint_submodels = tuple(name for name in PREDICTORS if name in components)
+        super().__init__(components, pipeline)
+
+    @classmethod
+    def checkpointed(cls, specs: Mapping[str, ModelSpec]) -> tuple[str, ...]:
+        return tuple(name for name in PREDICTORS if name in specs)
+
     @classmethod
     def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
-        roles = ("ae", "text_encoder", "predictor")
+        assert isinstance(options, Wan22Options)
+        if task not in TASKS:
+            raise ConfigError(f"task {task!r} is not one of: {', '.join(TASKS)}", key="model.task")
+        if options.last_frame and task != "i2v":
+            raise ConfigError(f"last_frame belongs to task i2v, got task {task}", key="model.last_frame")
+        if "predictor_2" in specs and options.expert != "both":
+            raise ConfigError(
+                "two predictors are two experts: set expert: both to train them in one run, or leave predictor_2 out "
+                "and train each in a run of its own",
+                key="model.models.predictor_2",
+            )
+        roles = ("ae", "text_encoder", *PREDICTORS[: 2 if options.expert == "both" else 1])
         missing = [role for role in roles if role not in specs]
         unknown = [name for name in specs if name not in roles]
         if missing or unknown:
             raise ConfigError(
-                f"a Wan2.2 container has the sub-models {', '.join(roles)}; missing {missing}, unknown {unknown}",
+                f"the sub-models here are {', '.join(roles)}; missing: {', '.join(missing) or 'none'}, "
+                f"unknown: {', '.join(unknown) or 'none'}",
                 key="model.models",
             )
-        if task not in TASKS:
-            raise ConfigError(f"task {task!r} is not one of: {', '.join(TASKS)}", key="model.task")
+
+    def activate_for_step(self, step: int) -> str:
+        """Choose the predictor that optimizer step ``step`` trains; forwards use it until the next call.
+
+        Returns:
+            its name among the sub-models.
+        """
+        name = self._wan_pipeline.draw_predictor(step)
+        self.activate(name)
+        return name
+
+    def activate(self, name: str) -> None:
+        """Use this predictor, and its noise range, from now on: a validation goes through each of
+        ``checkpoint_submodels`` by name."""
+        self._wan_pipeline.activate(name)
+
+    @property
+    def _wan_pipeline(self) -> WanPipeline:
+        return cast("WanPipeline", self.pipeline)

@@ -82,8 +82,8 @@ class WanPredictor(BaseModel):
         key = f"model.models.{spec.name}"
         if spec.attn_implementation not in (None, "sdpa"):
             raise ConfigError(
-                f"{cls.__name__} attends with torch's scaled_dot_product_attention, alone or inside the context-parallel "
-                f"exchange; attn_implementation may be sdpa or null, got {spec.attn_implementation!r}",
+                f"{cls.__name__} attends through mm-parallel, which chooses the kernel: attn_implementation may be "
+                f"sdpa or null, got {spec.attn_implementation!r}",
                 key=f"{key}.attn_implementation",
             )
         try:

@@ -1,0 +1,80 @@
+"""From options and weights to the σ that each predictor is trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from mm_models_wan.container import PREDICTORS, Wan22Options
+from mm_models_wan.predictor import WanPredictor
+from mm_models_wan.release import boundary_by_channels
+from mm_models_wan.schedule import build_schedule, expert_range
+from mm_trainer.errors import ConfigError
+from mm_trainer.pipelines.schedule import NoiseRange, NoiseSchedule
+
+logger = logging.getLogger(__name__)
+
+
+def build_schedules(options: Wan22Options, predictors: Mapping[str, WanPredictor]) -> dict[str, NoiseSchedule]:
+    """Schedule of every predictor, by its name.
+
+    Raises:
+        ConfigError: an expert is named, but nothing says where the experts meet; or the weights are the other one's.
+    """
+    if options.expert == "both":
+        boundary = find_boundary(options, predictors["predictor"])
+        experts = dict(zip(PREDICTORS, ("high", "low"), strict=True))
+        for name, expert in experts.items():
+            stated = predictors[name].release.expert
+            if stated not in (None, expert):
+                raise ConfigError(
+                    f"with expert: both, predictor is the high-noise expert and predictor_2 the low-noise one, but "
+                    f"{predictors[name].release.weights} is the {stated}-noise one",
+                    key=f"model.models.{name}.from_pretrained",
+                )
+        return {
+            "predictor": build_schedule(options.scheduler, expert_range("high", boundary)),
+            "predictor_2": build_schedule(options.scheduler, expert_range("low", boundary)),
+        }
+    return {"predictor": build_schedule(options.scheduler, single_range(options, predictors["predictor"]))}
+
+
+def find_boundary(options: Wan22Options, predictor: WanPredictor) -> float:
+    """σ where the experts meet: stated, else of the weights' pipeline folder, else of the released model."""
+    known = options.boundary or predictor.release.boundary or boundary_by_channels(predictor.architecture.in_channels)
+    if known is None:
+        raise ConfigError(
+            f"nothing says at which sigma the experts of {predictor.release.weights} meet; give model.boundary",
+            key="model.expert",
+        )
+    return known
+
+
+def single_range(options: Wan22Options, predictor: WanPredictor) -> NoiseRange:
+    """The σ of a run that trains one predictor; warns if an expert is trained on all of them."""
+    release = predictor.release
+    if options.noise_range is not None:
+        return options.noise_range
+    if options.expert in ("high", "low"):
+        _warn_if_sibling(options.expert, predictor)
+        return expert_range(options.expert, find_boundary(options, predictor))
+    boundary = options.boundary or release.boundary
+    if boundary is not None:
+        mine = f" (by its folder, these weights are the {release.expert} one)" if release.expert else ""
+        logger.warning(
+            "%s is one of two experts and is trained on every sigma: set model.expert to high (sigma in [%g, 1]) or "
+            "low ([0, %g))%s",
+            release.weights,
+            boundary,
+            boundary,
+            mine,
+        )
+    return (0.0, 1.0)
+
+
+def _warn_if_sibling(expert: str, predictor: WanPredictor) -> None:
+    stated = predictor.release.expert
+    if stated not in (None, expert):
+        logger.warning(
+            "model.expert is %s, but by its folder %s is the %s-noise expert", expert, predictor.release.weights, stated
+        )

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny T2V pipeline folder; tests read it and don't change it."""
+    from mm_models_wan import write_tiny_pipeline
+
+    return write_tiny_pipeline(tmp_path_factory.mktemp("tiny_wan"))
