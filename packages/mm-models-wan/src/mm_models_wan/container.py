@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
-from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer, ModelSpec, Options
+from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer, ModelSpec
+from mm_trainer.contracts import Options as BaseOptions
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange
 
@@ -20,7 +21,7 @@ PREDICTORS = ("predictor", "predictor_2")
 """The trained sub-models; the second one only with ``expert: both``, where they are the high- and low-noise expert."""
 
 
-class Wan22Options(Options):
+class Wan22Options(BaseOptions):
     """Keys of ``model`` that only this container knows."""
 
     expert: Literal["high", "low", "both"] | None = None
@@ -73,7 +74,7 @@ class Wan22Container(ModelContainer):
         return tuple(name for name in PREDICTORS if name in specs)
 
     @classmethod
-    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: BaseOptions, task: str | None) -> None:
         assert isinstance(options, Wan22Options)
         if task not in TASKS:
             raise ConfigError(f"task {task!r} is not one of: {', '.join(TASKS)}", key="model.task")

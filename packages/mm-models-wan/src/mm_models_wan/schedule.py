@@ -73,7 +73,7 @@ def base_grid(preset: Literal["wan", "shift5"]) -> Tensor:
 def build_schedule(options: WanSchedulerOptions, noise_range: NoiseRange = (0.0, 1.0)) -> NoiseSchedule:
     """The schedule that the options name, truncated to ``noise_range`` after the shift."""
     shift = options.effective_shift
-    if options.preset in ("uniform", "logit_normal"):
+    if options.preset == "uniform" or options.preset == "logit_normal":
         return ContinuousSchedule(
             options.preset, shift=shift, mean=options.mean, std=options.std, noise_range=noise_range
         )
