@@ -21,7 +21,9 @@ def settings(run: Path, *, steps: int, micro: int, accumulate: int = 1, **more: 
         "training.gradient_accumulation_steps": accumulate,
         "training.save_interval": 1000,
         "training.val_interval": 0,
+        "training.save_async": "false",
         "data.dataloader_param.num_workers": 0,
+        "data.dataset_param.buckets": "[[48, 64]]",
     }
     return [f"{key}={value}" for key, value in {**values, **more}.items()]
 

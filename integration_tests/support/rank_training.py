@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe:wan2_2/tiny_t2v"
+# Heavy modules that the zygote imports once, for every rank forked from it.
+PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")
 
 
 def train_rank(

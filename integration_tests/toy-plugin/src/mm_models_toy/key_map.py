@@ -3,11 +3,11 @@
 from mm_checkpoint import KeyMap
 
 TOY = KeyMap(
-    name="toy",
+    "toy",
     exact={"final.weight": "head.weight", "final.bias": "head.bias"},
-    substitutions=[
-        (r"layers\.(\d+)\.attention\.(.+)", r"blocks.\1.\2"),
-        (r"layers\.(\d+)\.feed_forward\.(.+)", r"blocks.\1.ffn.\2"),
-        (r"embed\.(.+)", r"\1_embedding.weight"),
+    rules=[  # the first that fits counts, in either direction
+        ("embed.{kind}", "{kind}_embedding.weight"),
+        ("layers.{n}.feed_forward.{p*}", "blocks.{n}.ffn.{p*}"),
+        ("layers.{n}.attention.{p*}", "blocks.{n}.{p*}"),
     ],
 )

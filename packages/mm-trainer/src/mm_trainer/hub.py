@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from mm_checkpoint import WeightSource, resolve_source
+from mm_checkpoint import LoadReport, resolve_source
 from mm_parallel import (
     KeyedInitializer,
     ParallelMesh,
@@ -54,6 +54,8 @@ class BuiltModel:
     specs: Mapping[str, ModelSpec]
     sources: Mapping[str, str] = field(default_factory=dict)
     """Sub-model → one line that says where its weights came from."""
+    loads: Mapping[str, LoadReport] = field(default_factory=dict)
+    """Sub-model → what was read, for those that were streamed from files."""
     parallel_report: ParallelReport | None = None
 
     @property
@@ -101,15 +103,21 @@ def build_model(
     for name, model in components.items():
         if not bound.specs[name].skip_to_device:
             materialize(model, mesh.device)
-    sources = {}
-    for name, model in components.items():
-        if name in from_checkpoint:
-            sources[name] = "the checkpoint that is resumed"
-        elif bound.specs[name].meta_init:
-            sources[name] = _fill(model, bound.specs[name], seed=seed, prefix=f"{name}." if container else "")
+    sources, loads = {}, {}
+    for prefix, model in built.sub_models.items():
+        spec = built.specs[prefix]
+        if spec.name in from_checkpoint:
+            sources[prefix] = "the checkpoint that is resumed"
+        elif not spec.meta_init:
+            sources[prefix] = _described_source(spec)
+        elif (source := resolve_source(spec.source)) is not None:
+            loads[prefix] = model.setup_weights(source, allow_missing=spec.source.allow_missing)
+            sources[prefix] = loads[prefix].summary()
         else:
-            sources[name] = f"from_pretrained {resolve_source(bound.specs[name].source)}"
-    return replace(built, sources=sources, parallel_report=report)
+            model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
+            model.post_load()
+            sources[prefix] = f"initialised at random from seed {seed}: no weight source is named"
+    return replace(built, sources=sources, loads=loads, parallel_report=report)
 
 
 def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
@@ -121,6 +129,11 @@ def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
 
 def _real(bound: BoundConfig, name: str) -> BaseModel:
     return bound.model_classes[name].from_pretrained(bound.specs[name])
+
+
+def _described_source(spec: ModelSpec) -> str:
+    source = resolve_source(spec.source)
+    return source.describe() if source is not None else "no source"
 
 
 def _checkpointed_names(bound: BoundConfig) -> tuple[str, ...]:
@@ -170,17 +183,6 @@ def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
         parameters = dict(model.named_parameters())
         for name in match_parameters(parameters, spec.freeze, key=f"model.models.{spec.name}.freeze"):
             parameters[name].requires_grad_(False)
-
-
-def _fill(model: BaseModel, spec: ModelSpec, *, seed: int, prefix: str) -> str:
-    """Give a materialised sub-model its values; returns a line that says from where."""
-    source: WeightSource | None = resolve_source(spec.source)
-    if source is not None:
-        report = model.setup_weights(source, allow_missing=spec.source.allow_missing)
-        return str(report)
-    model.init_weights(KeyedInitializer(seed), prefix)
-    model.post_load()
-    return f"initialised at random from seed {seed}: no weight source is named"
 
 
 def summary_rows(built: BuiltModel) -> list[dict[str, Any]]:

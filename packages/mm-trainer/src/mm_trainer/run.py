@@ -21,8 +21,7 @@ from mm_checkpoint import CheckpointManager
 from mm_parallel import ParallelMesh, default_device_type, process_group_backend
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
 from mm_trainer.config.environment import RankEnvironment
-from mm_trainer.data import BatchLoader
-from mm_trainer.datasets import make_loader, make_validation
+from mm_trainer.data import BatchLoader, build_loader, build_validation
 from mm_trainer.engine.conditions import Batch, ConditionBatcher
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.engine import Services, TrainEngine, to_device
@@ -56,8 +55,16 @@ def train(config: TrainerConfig) -> int:
     return 0
 
 
-def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> None:
+def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> TrainEngine:
     """Build, load or resume, and train on the ranks of ``mesh``; the process group is initialised."""
+    engine = make_engine(config, bound, mesh)
+    with engine.services.metrics:
+        engine.train()
+    return engine
+
+
+def make_engine(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> TrainEngine:
+    """Everything up to the first step; called on all ranks."""
     training, main_rank = config.training, mesh.rank == 0
     folder = Path(training.save)
     manager = CheckpointManager(
@@ -79,8 +86,7 @@ def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh)
     ema = _make_ema(built, training)
     resolved_text = dump_resolved(config)
     checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
-    spec = built.model.input_spec()
-    loader = make_loader(config, bound, spec, mesh)
+    loader = build_loader(config, bound, mesh)
     progress = Progress()
     if resume_from is not None:
         state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
@@ -92,33 +98,33 @@ def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh)
         print_summary(built)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
-    with MetricsWriter(
-        folder,
-        total_steps=learning_rate.total_steps,
-        first_step=progress.step,
-        enabled=main_rank,
-        tensorboard=config.tools.logging.tensorboard,
-    ) as metrics:
-        TrainEngine(
-            built,
-            optimizers=optimizers,
-            mesh=mesh,
-            config=training,
-            learning_rate=learning_rate,
-            batches=_batches(loader, built, training, mesh),
-            services=Services(
-                # Condition batching takes batches ahead of their use, so the position follows from the step.
-                data_state=lambda: loader.state_dict(step=progress.step),
-                checkpoints=checkpoints,
-                metrics=metrics,
-                requests=RequestWatcher(folder),
-                profiles=_make_profiles(config, mesh, built, optimizers),
-                validation=make_validation(config, bound, spec, mesh),
-                ema=ema,
-            ),
-            progress=progress,
-            reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
-        ).train()
+    services = Services(
+        # Condition batching takes batches ahead of their use, so the position follows from the step.
+        data_state=lambda: loader.state_dict(step=progress.step),
+        checkpoints=checkpoints,
+        metrics=MetricsWriter(
+            folder,
+            total_steps=learning_rate.total_steps,
+            first_step=progress.step,
+            enabled=main_rank,
+            tensorboard=config.tools.logging.tensorboard,
+        ),
+        requests=RequestWatcher(folder),
+        profiles=_make_profiles(config, mesh, built, optimizers),
+        validation=build_validation(config, bound, mesh) if training.val_interval else None,
+        ema=ema,
+    )
+    return TrainEngine(
+        built,
+        optimizers=optimizers,
+        mesh=mesh,
+        config=training,
+        learning_rate=learning_rate,
+        batches=_batches(loader, built, training, mesh),
+        services=services,
+        progress=progress,
+        reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
+    )
 
 
 def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> LearningRate:

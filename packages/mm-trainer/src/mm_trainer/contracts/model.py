@@ -97,7 +97,7 @@ class BaseModel(nn.Module):
         differing = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk and on_disk[k] != v}
         if differing:
             listed = ", ".join(f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items())
-            raise ConfigError(f"architecture disagrees with the weight folder {source}: {listed}", key=where)
+            raise ConfigError(f"architecture disagrees with the weight folder {source.path}: {listed}", key=where)
         return on_disk
 
     # --- weights ------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ class Request:
 class RequestWatcher:
     """Turns SIGTERM, SIGINT and two files in the run's folder into a request that every rank sees at the same step.
 
-    - the first SIGTERM or SIGINT on any rank: finish the step, save, end with code 0. A second one, of either kind, gets
-      the default treatment, so that a rank that hangs can be killed by the launcher without waiting;
+    - the first SIGTERM or SIGINT on any rank: finish the step, save, end with code 0. A second one gets the default
+      treatment, so that a rank that hangs can be killed by the launcher without waiting;
     - a file ``stop`` in the folder: the same; a file ``save_now``: save and go on. Rank 0 looks for them, and removes
       them.
 

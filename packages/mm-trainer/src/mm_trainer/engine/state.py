@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import CheckpointManager, list_tensors, resolve_source
+from mm_checkpoint import CheckpointManager, resolve_source
+from mm_checkpoint.sources import find_source
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.optim import NamedOptimizer
 from mm_trainer.hub import BuiltModel
@@ -65,11 +67,11 @@ class CheckpointIO:
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
         """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
-        stored = list_tensors(path)
-        state: dict[str, Any] = {"model": self._built.model.state_dict()}
+        state: dict[str, Any] = {"model": self._built.model.state_dict(), "train": None}
         if with_optimizer:
             state["optimizer"] = {}
-            names = [name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer.")]
+            with closing(find_source(path, "dcp").open()) as source:
+                names = [n.removeprefix("optimizer.") for n in source.tensors if n.startswith("optimizer.")]
             for optimizer in self._optimizers.values():
                 own = set(optimizer.names.values())
                 state["optimizer"] |= optimizer.allocate_state(n for n in names if n.rsplit(".", 1)[0] in own)

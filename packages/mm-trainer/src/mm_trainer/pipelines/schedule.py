@@ -136,7 +136,8 @@ class ContinuousSchedule(NoiseSchedule):
 
     def _cdf(self, sigma: float) -> float:
         """Distribution function of the shifted, untruncated σ."""
-        unshifted = shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / self.shift)
+        # Clamped: rounding may leave [0, 1] by one digit, where the logit is NaN.
+        unshifted = shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / self.shift).clamp(0, 1)
         if self.base == "uniform":
             return float(unshifted)
         # logit(0) and logit(1) are ∓inf, which the normal's distribution function takes to 0 and 1.
