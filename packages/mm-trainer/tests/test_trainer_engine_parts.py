@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mm_parallel import PatternError
+from mm_trainer.errors import ConfigError
 from mm_trainer.engine.conditions import ConditionBatcher
 from mm_trainer.engine.lr import LearningRate
 from mm_trainer.parameters import match_parameters
@@ -66,8 +66,8 @@ def test_keyed_uniform_is_uniform_over_keys() -> None:
 
 def test_a_parameter_pattern_means_a_name_a_module_or_a_tail() -> None:
     names = ["blocks.0.ffn.0.weight", "blocks.0.ffn.0.bias", "blocks.1.norm3.weight", "head.bias"]
-    assert match_parameters(names, ["blocks.{*}"], what="x") == set(names[:3])
-    assert match_parameters(names, ["bias"], what="x") == {names[1], names[3]}
-    assert match_parameters(names, ["norm3.weight"], what="x") == {names[2]}
-    with pytest.raises(PatternError, match="training.no_decay_params: 'biass' matches no parameter"):
-        match_parameters(names, ["biass"], what="training.no_decay_params")
+    assert match_parameters(names, ["blocks.{*}"], key="x") == set(names[:3])
+    assert match_parameters(names, ["bias"], key="x") == {names[1], names[3]}
+    assert match_parameters(names, ["norm3.weight"], key="x") == {names[2]}
+    with pytest.raises(ConfigError, match="training.no_decay_params: pattern 'biass' matches no parameter; nearest: bias"):
+        match_parameters(names, ["biass"], key="training.no_decay_params")

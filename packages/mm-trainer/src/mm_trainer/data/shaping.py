@@ -100,13 +100,13 @@ class BudgetBuckets:
     model's multiple). A clip with fewer pixels than the budget goes to the next halving of it that it fills.
 
     Args:
-        frames: lengths to choose from.
+        frames: the length of every bucket.
         max_pixels: height × width may not exceed this.
         aspect_tolerance: largest share of a side that is cropped away.
         multiple: what both sides must be multiples of.
     """
 
-    frames: tuple[int, ...]
+    frames: int
     max_pixels: int
     aspect_tolerance: float
     multiple: int
@@ -114,19 +114,18 @@ class BudgetBuckets:
     @property
     def shortest(self) -> int:
         """As `FixedBuckets.shortest`."""
-        return min(self.frames)
+        return self.frames
 
     def choose(self, *, frames: int, height: int, width: int) -> Bucket | None:
         """As `FixedBuckets.choose`."""
-        fitting = [length for length in self.frames if length <= frames]
-        if not fitting:
+        if frames < self.frames:
             return None
         budget = self.max_pixels
         while budget > height * width and budget >= 2 * self.multiple**2:
             budget //= 2
         step = -2 * math.log1p(-self.aspect_tolerance)
         aspect = math.exp(round(math.log(width / height) / step) * step)
-        return Bucket(max(fitting), *self._sides(budget, aspect))
+        return Bucket(self.frames, *self._sides(budget, aspect))
 
     def _sides(self, budget: int, aspect: float) -> tuple[int, int]:
         """(height, width) in multiples within the budget, nearest to the aspect, then largest."""

@@ -5,73 +5,35 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
-from torch import Tensor
+from pydantic import ValidationError
 
 from mm_trainer.contracts.dataset import DatasetContext
-from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.contracts.spec import Options as BaseOptions
-from mm_trainer.data.metadata import Table
+from mm_trainer.data.clips import ClipIndex
 from mm_trainer.data.metadata_formats import read_table
-from mm_trainer.data.reader import MediaError, MediaInfo, is_image, probe, read_frames, read_image, resize
+from mm_trainer.data.reader import MediaError, MediaInfo
 from mm_trainer.data.report import DataReport
-from mm_trainer.data.shaping import (
-    Bucket,
-    BudgetBuckets,
-    FixedBuckets,
-    check_bucket,
-    cover,
-    floor_frames,
-    parse_buckets,
-)
+from mm_trainer.data.shaping import Bucket, cover, floor_frames
+from mm_trainer.data.text import clean
+from mm_trainer.data.vace import load_vace, read_fitted
+from mm_trainer.data.video_options import VideoOptions, make_chooser
+from mm_trainer.data.view import View, read_view, to_pixels
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import keyed_generator
 
 logger = logging.getLogger(__name__)
 
 
-class VideoOptions(BaseOptions):
-    """``data.dataset_param`` with ``dataset_type: video``."""
-
-    data_path: Path
-    """Metadata file."""
-    data_folder: Path | None = None
-    """What relative paths in the metadata count from; default: the metadata's folder."""
-    num_frames: int | None = Field(default=None, ge=1)
-    """Frames of a clip: of buckets that don't say, and the most that ``max_pixels`` makes."""
-    fps: float | None = Field(default=16.0, gt=0)
-    """Clips are read at this rate; null: each at its own average rate."""
-    buckets: list[list[int]] | None = None
-    """``[height, width]`` or ``[frames, height, width]`` each."""
-    max_pixels: int | None = Field(default=None, ge=1)
-    """Instead of buckets: height × width of the largest ones to make."""
-    aspect_tolerance: float = Field(default=0.1, gt=0, lt=0.5)
-    """With ``max_pixels``: the share of a side that may be cropped to keep the number of buckets small."""
-    short_clips: Literal["skip", "floor"] = "skip"
-    clip_start: Literal["first", "random"] = "first"
-    """Where in a long clip the frames are taken; a ``first_frame`` in the metadata goes before."""
-    crop: Literal["center", "random"] = "center"
-    flip: float = Field(default=0.0, ge=0, le=1)
-    """Probability of mirroring a clip left to right."""
-    tokenizer: str | None = None
-    """Folder of the tokenizer; read by the framework, which hands over the tokenise step."""
-    caption_dropout: float = Field(default=0.0, ge=0, le=1)
-    """Probability of an empty caption."""
-
-
 class VideoDataset:
     """Clips shaped into buckets.
 
     A sample is ``video`` (3, F, H, W) float32 in [−1, 1], ``caption`` (text) and, if the model reads text,
-    ``prompt_ids`` and ``prompt_mask`` (L,) int64.
+    ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also what `load_vace` adds.
 
     Args:
         config: the ``dataset_param`` section, without ``dataset_type``.
@@ -89,183 +51,121 @@ class VideoDataset:
         except ValidationError as error:
             raise DataError(f"dataset_param: {error}") from error
         self.context = context
+        if context.tokenizer is None and context.input_spec.text_length is not None:
+            raise DataError("dataset_param: the model reads text, so a tokenizer must be named")
         self.table = read_table(self.options.data_path, require_caption=context.tokenizer is not None)
-        self.folder = self.options.data_folder or self.options.data_path.parent
+        path = self.options.data_path
+        self.folder = self.options.data_folder or (path if path.is_dir() else path.parent)
         self.report = DataReport(rows=len(self.table))
-        clips = ClipIndex.build(self.table, self.folder, self.report)
-        self._assign_buckets(clips)
+        self._assign_buckets(ClipIndex.build(self.table, self.folder, self.report))
         for line in self.report.lines():
-            logger.warning("%s: %s", self.options.data_path, line)
+            logger.warning("%s: %s", path, line)
         if len(self) == 0:
-            raise DataError(f"{self.options.data_path}: nothing usable: {'; '.join(self.report.lines())}")
+            raise DataError(f"{path}: nothing usable: {'; '.join(self.report.lines())}")
+        self._log_retiming()
 
     def _assign_buckets(self, clips: ClipIndex) -> None:
-        """Give every usable row its bucket; fills ``rows`` (sample → row) and ``buckets``."""
-        spec, fps = self.context.input_spec, self.options.fps
-        chooser = make_chooser(self.options, spec)
-        rows: list[int] = []
-        buckets: list[Bucket] = []
-        known: dict[Bucket, Bucket] = {}
-        for row in clips.usable():
-            info = clips.info(row)
-            frames = info.frames_at(fps) - self._offset_frames(row, info)
+        chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
+
+        def choose(info: MediaInfo, frames: int) -> Bucket | None:
             bucket = chooser.choose(frames=frames, height=info.height, width=info.width)
             if bucket is None and self.options.short_clips == "floor" and frames > 0:
-                shaped = chooser.choose(frames=chooser.shortest, height=info.height, width=info.width)
-                bucket = shaped._replace(frames=floor_frames(frames, spec)) if shaped else None
-            if bucket is None:
-                self.report.skip(f"{self.table.media(row)} ({frames} frames)", "too short", bad=False)
-                continue
-            rows.append(row)
-            buckets.append(known.setdefault(bucket, bucket))
-        self.rows = np.array(rows, dtype=np.int64)
-        self.clips = clips
-        self._buckets = list(known)
-        numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
-        self._bucket_of = np.array([numbers[bucket] for bucket in buckets], dtype=np.int32)
+                shortest = chooser.choose(frames=chooser.shortest, height=info.height, width=info.width)
+                bucket = shortest and shortest._replace(frames=floor_frames(frames, spec))
+            return bucket
+
+        buckets = clips.assign(choose, self.options.fps)
+        number: dict[Bucket | None, int] = {None: -1}
+        assigned = np.fromiter((number.setdefault(bucket, len(number) - 1) for bucket in buckets), np.int32)
+        for clip in np.flatnonzero(assigned < 0).tolist():
+            frames = clips.available(clip, self.options.fps)
+            self.report.skip(f"{self.table.media(int(clips.row[clip]))} ({frames} frames)", "too short", bad=False)
+        usable = np.flatnonzero(assigned >= 0)
+        self.clips, self._bucket_number = clips.take(usable), assigned[usable]
+        self._buckets = [bucket for bucket in number if bucket is not None]
         self._tokens = [spec.tokens(*bucket) for bucket in self._buckets]
 
-    def _offset_frames(self, row: int, info: MediaInfo) -> int:
-        return math.ceil(self._first_time(row, info) * self._rate(info) - 1e-6)
-
-    def _first_time(self, row: int, info: MediaInfo) -> float:
-        first = self.table.number("first_frame", row)
-        return 0.0 if math.isnan(first) or not info.fps else first / info.fps
-
-    def _rate(self, info: MediaInfo) -> float:
-        return self.options.fps or info.fps
+    def _log_retiming(self) -> None:
+        """Say once per source rate that clips are read at another one."""
+        if self.options.fps is None:
+            return
+        rates, clips, counts = np.unique(np.round(self.clips.fps, 3), return_index=True, return_counts=True)
+        for rate, clip, count in zip(rates.tolist(), clips.tolist(), counts.tolist(), strict=True):
+            if rate not in (0.0, self.options.fps):
+                info, name = self.clips.info(clip), self.table.media(int(self.clips.row[clip]))
+                given, fps = info.frames_at(self.options.fps), self.options.fps
+                logger.info(
+                    "%d clips retimed, as %s: source %d @ %g -> %d @ %g", count, name, info.frames, rate, given, fps
+                )
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.clips)
 
-    def bucket(self, index: int) -> Bucket:
-        return self._buckets[self._bucket_of[index]]
+    def bucket(self, index: int) -> tuple[Any, ...]:
+        """The clip's shape; with VACE also its number of reference images."""
+        bucket = self._buckets[self._bucket_number[index]]
+        if self.options.processor is None:
+            return bucket
+        return (*bucket, len(self.table.paths("reference", int(self.clips.row[index]))))
 
     def tokens(self, index: int) -> int:
-        return self._tokens[self._bucket_of[index]]
+        return self._tokens[self._bucket_number[index]]
 
     def load(self, index: int, sample_key: int) -> dict[str, Any]:
         """Read one clip; see the class for what a sample holds.
 
         Raises:
-            BadSample: the file can't be read.
+            BadSample: a file can't be read.
         """
-        row = int(self.rows[index])
-        generator = keyed_generator(self.context.seed, "augmentation", sample_key)
-        try:
-            frames = self._read(row, self.bucket(index), torch.rand(4, generator=generator).tolist())
-        except MediaError as error:
-            raise BadSample(f"{self.table.where(row)}: {self.path(row)}", str(error)) from error
-        sample: dict[str, Any] = {"video": to_video(frames), "caption": self._caption(row, sample_key)}
+        row = int(self.clips.row[index])
+        view = self._draw_view(index, sample_key)
+
+        def read(column: str, path: str) -> NDArray[np.uint8]:
+            return self._read(row, column, path, lambda file: read_view(file, view))
+
+        def read_reference(column: str, path: str) -> NDArray[np.uint8]:
+            return self._read(row, column, path, lambda file: read_fitted(file, view.bucket))
+
+        sample: dict[str, Any] = {
+            "video": to_pixels(read("media", self.table.media(row))),
+            "caption": self._caption(row, sample_key),
+        }
         if self.context.tokenizer is not None:
             tokens = self.context.tokenizer([sample["caption"]])
             sample |= {name: values[0] for name, values in tokens.items()}
+        if self.options.processor == "vace":
+            sample |= load_vace(self.table, row, sample["video"], read=read, read_reference=read_reference)
         return sample
 
-    def path(self, row: int) -> Path:
-        return self.folder / self.table.media(row)
-
-    def _read(self, row: int, bucket: Bucket, draws: list[float]) -> NDArray[np.uint8]:
-        """Frames of one clip, (F, H, W, 3); ``draws`` are four uniform numbers: start, crop across, crop down, flip."""
-        start, across, down, flip = draws
+    def _draw_view(self, index: int, sample_key: int) -> View:
+        """Start, crop and flip of one sample, drawn from its key."""
+        generator = keyed_generator(self.context.seed, "augmentation", sample_key)
+        start, across, down, flip = torch.rand(4, generator=generator).tolist()
         if self.options.crop == "center":
             across = down = 0.5
-        info, path = self.clips.info(row), self.path(row)
-        crop = cover(bucket, height=info.height, width=info.width, across=across, down=down)
-        if is_image(path):
-            frames = resize(read_image(path), height=crop.height, width=crop.width)[None]
-        else:
-            rate, first = self._rate(info), self._first_time(row, info)
-            spare = info.frames_at(rate) - self._offset_frames(row, info) - bucket.frames
-            if self.options.clip_start == "random" and spare > 0:
-                first += math.floor(start * (spare + 1)) / rate
-            times = [first + number / rate for number in range(bucket.frames)]
-            frames = read_frames(path, times, height=crop.height, width=crop.width)
-        frames = frames[:, crop.top : crop.top + bucket.height, crop.left : crop.left + bucket.width]
-        return frames[:, :, ::-1] if flip < self.options.flip else frames
+        info, bucket = self.clips.info(index), self._buckets[self._bucket_number[index]]
+        rate, first = self.options.fps or info.fps or 1.0, float(self.clips.first[index])
+        spare = self.clips.available(index, self.options.fps) - bucket.frames
+        if self.options.clip_start == "random" and spare > 0:
+            first += math.floor(start * (spare + 1)) / rate
+        return View(
+            bucket=bucket,
+            crop=cover(bucket, height=info.height, width=info.width, across=across, down=down),
+            times=tuple(first + number / rate for number in range(bucket.frames)),
+            flip=flip < self.options.flip,
+        )
+
+    def _read(self, row: int, column: str, path: str, reader: Callable[[str], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        file = os.path.join(self.folder, path)
+        try:
+            return reader(file)
+        except MediaError as error:
+            raise BadSample(f"{self.table.where(row, column)}: {file}", str(error)) from error
 
     def _caption(self, row: int, sample_key: int) -> str:
         generator = keyed_generator(self.context.seed, "caption", sample_key)
         dropped, choice = torch.rand(2, generator=generator).tolist()
         captions = self.table.captions(row)
-        return "" if dropped < self.options.caption_dropout else captions[int(choice * len(captions))]
-
-
-def make_chooser(options: VideoOptions, spec: InputSpec) -> FixedBuckets | BudgetBuckets:
-    """The rule that gives a clip its bucket.
-
-    Raises:
-        DataError: neither or both of ``buckets`` and ``max_pixels``, or a size that the model can't take.
-    """
-    if (options.buckets is None) == (options.max_pixels is None):
-        raise DataError("dataset_param: give one of buckets and max_pixels")
-    if options.buckets is not None:
-        buckets = parse_buckets(options.buckets, options.num_frames)
-        if not buckets:
-            raise DataError("dataset_param.buckets: empty")
-        return FixedBuckets(tuple(check_bucket(bucket, spec) for bucket in buckets))
-    if options.num_frames is None or options.max_pixels is None:
-        raise DataError("dataset_param: max_pixels needs num_frames")
-    unit = spec.spatial_multiple
-    if options.max_pixels < unit * unit:
-        raise DataError(f"dataset_param.max_pixels: {options.max_pixels} is below the smallest frame, {unit}×{unit}")
-    check_bucket(Bucket(options.num_frames, unit, unit), spec)
-    return BudgetBuckets((options.num_frames,), options.max_pixels, options.aspect_tolerance, unit)
-
-
-def to_video(frames: NDArray[np.uint8]) -> Tensor:
-    """(F, H, W, 3) uint8 → (3, F, H, W) float32 in [−1, 1]."""
-    pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(3, 0, 1, 2)
-    return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1.0)
-
-
-class ClipIndex:
-    """Size, length and rate of every row's file: from the metadata where it says, else from the file.
-
-    Args:
-        width, height, frames, fps, duration: one value per row; NaN width marks a row that can't be used.
-    """
-
-    def __init__(
-        self,
-        width: NDArray[np.float64],
-        height: NDArray[np.float64],
-        frames: NDArray[np.float64],
-        fps: NDArray[np.float64],
-        duration: NDArray[np.float64],
-    ) -> None:
-        self._columns = (width, height, frames, fps, duration)
-
-    @classmethod
-    def build(cls, table: Table, folder: Path, report: DataReport) -> ClipIndex:
-        """Look at every file whose row doesn't state width, height, num_frames and fps."""
-        count = len(table)
-        stated = [table.numbers.get(name, np.full(count, np.nan)) for name in ("width", "height", "num_frames", "fps")]
-        width, height, frames, fps = (column.copy() for column in stated)
-        duration = np.divide(frames, fps, out=np.zeros(count), where=fps > 0)
-        unknown = np.flatnonzero(np.isnan(width) | np.isnan(height) | np.isnan(frames) | np.isnan(fps))
-        if len(unknown) > 1000:
-            logger.info("looking at %d files whose size and length %s doesn't state", len(unknown), table.files[0])
-
-        def look(row: int) -> MediaInfo | MediaError:
-            try:
-                return probe(folder / table.media(row))
-            except MediaError as error:
-                return error
-
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            for row, found in zip(unknown.tolist(), pool.map(look, unknown.tolist()), strict=True):
-                if isinstance(found, MediaError):
-                    report.skip(f"{table.where(row)}: {(folder / table.media(row)).absolute()}", str(found), bad=True)
-                    width[row] = np.nan
-                    continue
-                width[row], height[row], frames[row] = found.width, found.height, found.frames
-                fps[row], duration[row] = found.fps, found.duration
-        return cls(width, height, frames, fps, duration)
-
-    def usable(self) -> list[int]:
-        return [int(row) for row in np.flatnonzero(~np.isnan(self._columns[0]))]
-
-    def info(self, row: int) -> MediaInfo:
-        width, height, frames, fps, duration = (float(column[row]) for column in self._columns)
-        return MediaInfo(int(width), int(height), int(frames), fps, duration)
+        if dropped < self.options.caption_dropout:
+            return ""
+        return clean(captions[int(choice * len(captions))], self.options.clean_text)
