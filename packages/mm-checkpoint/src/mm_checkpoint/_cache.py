@@ -1,5 +1,120 @@
-from mm_checkpoint.sources import WeightSource
+"""The on-line form of conversion: convert a source to DCP once, and use that for as long as the source is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from mm_checkpoint import _files
+from mm_checkpoint._convert import copy_companions, write_dcp_folder
+from mm_checkpoint._dcp_metadata import METADATA_NAME
+from mm_checkpoint._discovery import TRACKER_NAME, damage_of, iteration_name
+from mm_checkpoint._folders import target_dtypes
+from mm_checkpoint._manifest import read_manifest
+from mm_checkpoint.errors import DestinationError
+from mm_checkpoint.sources import WeightSource, find_source
+
+log = logging.getLogger(__name__)
+
+_EDGE = 1 << 20
+_CONVERSION = "1"  # raise it when the same source would be converted into something else
+
+
+def fingerprint(source: WeightSource) -> str:
+    """A digest of what the source holds, never of when it was written.
+
+    Of every file its name, size, first and last MiB (for safetensors the whole header), plus index and configuration.
+    """
+    digest = hashlib.sha256(_CONVERSION.encode())
+    for value in (source.weight_map, source.config):
+        digest.update(json.dumps(value, sort_keys=True).encode())
+    for path in source.files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            head = file.read(_EDGE)
+            if path.suffix == ".safetensors":
+                head += file.read(max(0, 8 + int.from_bytes(head[:8], "little") - _EDGE))
+            digest.update(head)
+            file.seek(max(0, size - _EDGE))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def converted(source: WeightSource) -> WeightSource:
-    return source
+    """``source`` itself, or, where it names a cache, its converted form there; converts if need be.
+
+    Every rank may call this at once: one converts, the others wait at the lock and find the result. No process group is
+    needed, and a cache on a node-local disk works too.
+
+    Raises:
+        DestinationError: the cache's folder holds something that is no conversion of ours.
+        SourceError, CorruptFileError, SaveError: the conversion failed; it leaves nothing that would be used.
+    """
+    if source.cache is None:
+        return source
+    folder = source.cache / iteration_name(0)
+    wanted = fingerprint(source)
+    if not _is_valid(folder, wanted):
+        with _lock(source.cache):
+            if not _is_valid(folder, wanted):
+                _convert_into(source, folder, wanted)
+    return find_source(folder, "dcp")
+
+
+def _is_valid(folder: Path, wanted: str) -> bool:
+    return damage_of(folder) is None and read_manifest(folder).get("source_fingerprint") == wanted
+
+
+def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
+    _check_replaceable(folder)
+    log.info("converting %s into %s", source.path, folder)
+    _files.remove_leftovers(folder.parent)
+    partial = _files.partial_path(folder)
+    partial.mkdir()
+    tensors = source.open()
+    try:
+        _files.check_free_space(partial, sum(info.nbytes for info in tensors.tensors.values()))
+        extra = {"step": 0, "converted_from": source.format, "source": str(source.path), "source_fingerprint": wanted}
+        dtypes = target_dtypes(tensors, None)
+        write_dcp_folder(
+            partial, tensors, dtypes=dtypes, workers=1, companions=copy_companions(source, partial), extra=extra
+        )
+        if folder.exists():
+            stale = _files.partial_path(folder)
+            folder.rename(stale)
+            _files.remove(stale)
+        _files.publish(partial, folder)
+    except BaseException:
+        _files.remove(partial)
+        raise
+    finally:
+        tensors.close()
+    _files.replace_text(folder.parent / TRACKER_NAME, "0\n")
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only a conversion of ours, or what is left of one, may be replaced."""
+    others = [path.name for path in folder.parent.glob("iter_*") if path.name != folder.name]
+    ours = not (folder / METADATA_NAME).exists() or damage_of(folder) is not None
+    if not ours:
+        ours = "source_fingerprint" in read_manifest(folder)
+    if others or not ours:
+        raise DestinationError(f"{folder.parent}: holds checkpoints of a run, not a conversion; name another cache")
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the cache's lock; a disk without locks only costs double work, since results are renamed into place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s can't be locked (%s): several processes may convert at once", folder, error)
+        yield

@@ -110,17 +110,21 @@ class DcpSource:
                 target.copy_(buffer)
 
     def _read_chunk(self, key: str, extent: Extent, chunk: Box, box: Box, out: torch.Tensor) -> None:
-        layout = self._layout(key, extent)
-        if layout.shape != chunk.sizes or layout.dtype != self.metadata.tensors[key].dtype:
-            raise CorruptFileError(
-                f"{self.path / extent.file}: {key} is a {layout.dtype} chunk of shape {layout.shape}, but .metadata "
-                f"says {self.metadata.tensors[key].dtype} and {chunk.sizes}"
-            )
+        layout = self._checked_layout(key, extent, chunk)
         path = self.path / extent.file
         if layout.contiguous:
             read_runs(self._reader, path, layout.start, layout.shape, out.element_size(), box, out)
         else:
             out.copy_(self._read_strided(path, layout, out)[box.slices])
+
+    def _checked_layout(self, key: str, extent: Extent, chunk: Box) -> _Layout:
+        layout, dtype = self._layout(key, extent), self.metadata.tensors[key].dtype
+        if layout.shape != chunk.sizes or layout.dtype != dtype:
+            raise CorruptFileError(
+                f"{self.path / extent.file}: {key} is a {layout.dtype} chunk of shape {layout.shape}, but .metadata "
+                f"says {dtype} and {chunk.sizes}"
+            )
+        return layout
 
     def _read_strided(self, path: Path, layout: _Layout, like: torch.Tensor) -> torch.Tensor:
         count = 1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
@@ -140,6 +144,16 @@ class DcpSource:
                     message = f"{self.path / extent.file}: {key} at byte {extent.offset} is unreadable: {error}"
                     raise CorruptFileError(message) from error
             return self._layouts[extent]
+
+    def check_items(self) -> None:
+        """Find every chunk's data in its file and compare its shape and type with ``.metadata``; reads no data.
+
+        Raises:
+            CorruptFileError: a chunk can't be found, or is another than ``.metadata`` says.
+        """
+        for key, stored in self.metadata.tensors.items():
+            for box, extent in stored.chunks:
+                self._checked_layout(key, extent, box)
 
     def read_value(self, key: str) -> Any:
         """A stored object that is no tensor, through ``torch.load(weights_only=True)``."""

@@ -107,7 +107,7 @@ def resolve_iteration(path: Path) -> Path:
         return require_complete(path)
     tracked = read_tracker(path)
     if tracked is not None:
-        return require_complete(_tracked_path(path, tracked))
+        return require_complete(tracked_path(path, tracked))
     complete = complete_iterations(path)
     if len(complete) == 1:
         return complete[0][1]
@@ -132,11 +132,19 @@ def require_complete(iteration: Path) -> Path:
     raise IncompleteCheckpointError(f"{iteration.name} is not complete: {damage}; {hint}")
 
 
-def _tracked_path(folder: Path, tracked: str) -> Path:
+def tracked_path(folder: Path, tracked: str, *, must_exist: bool = False) -> Path:
+    """The folder that a tracker's text means.
+
+    Raises:
+        IncompleteCheckpointError: ``must_exist``, and it doesn't.
+    """
     if tracked == RELEASE:
-        return folder / RELEASE
-    by_number = dict(list_iterations(folder))
-    return by_number.get(int(tracked), folder / iteration_name(int(tracked)))
+        path = folder / RELEASE
+    else:
+        path = dict(list_iterations(folder)).get(int(tracked), folder / iteration_name(int(tracked)))
+    if must_exist and not path.is_dir():
+        raise IncompleteCheckpointError(f"{folder / TRACKER_NAME}: names {tracked}, but {path.name} is not there")
+    return path
 
 
 def find_weights_iteration(path: Path) -> Path:
@@ -150,8 +158,8 @@ def find_weights_iteration(path: Path) -> Path:
     if (path / METADATA_NAME).is_file():
         return path
     tracked = read_tracker(path)
-    if tracked is not None and (_tracked_path(path, tracked) / METADATA_NAME).is_file():
-        return _tracked_path(path, tracked)
+    if tracked is not None and (tracked_path(path, tracked) / METADATA_NAME).is_file():
+        return tracked_path(path, tracked)
     candidates = [found for _, found in list_iterations(path)] + [path / RELEASE]
     candidates = [found for found in candidates if (found / METADATA_NAME).is_file()]
     if tracked is not None or not candidates:

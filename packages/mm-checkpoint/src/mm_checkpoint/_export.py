@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mm_checkpoint import _dtypes
 from mm_checkpoint._dcp_reader import DcpSource
 from mm_checkpoint._discovery import resolve_iteration
-from mm_checkpoint._files import build_folder, read_json, safe_join
-from mm_checkpoint._folders import DEFAULT_SHARD_SIZE, drop_ties, parse_size, target_dtypes, write_model_folder
+from mm_checkpoint._files import build_folder, check_free_space, dump_json, read_json, safe_join, write_bytes
+from mm_checkpoint._folders import (
+    DEFAULT_SHARD_SIZE,
+    drop_ties,
+    parse_size,
+    stem_of,
+    target_dtypes,
+    write_model_folder,
+)
 from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
 from mm_checkpoint._mapped import apply_key_map, rename, strip_prefix
 from mm_checkpoint._safetensors import write_file
 from mm_checkpoint._source import TensorSource
 from mm_checkpoint.errors import BadInputError, CorruptFileError, SourceError
 from mm_checkpoint.key_map import KeyMap, get_key_map
+from mm_checkpoint.sources import HF_STEM
 
 EXPORT_FORMS = ("diffusers", "hf", "safetensors")
 PIPELINE_INDEX = "model_index.json"
@@ -29,7 +38,8 @@ class SubModel:
     """What a manifest says of one trained sub-model.
 
     Attributes:
-        name: its tensors are ``model.<name>.*`` in the checkpoint.
+        name: what the run calls it.
+        prefix: its tensors are ``model.<prefix>*`` in the checkpoint; ``<name>.`` if none is given.
         key_map: name of the map between the source's names and these; None if they are the same.
         source_config: the ``config.json`` it was built from, as it was.
         export_folder: its folder in a pipeline; the sub-model's name if none is given.
@@ -39,6 +49,7 @@ class SubModel:
     """
 
     name: str
+    prefix: str | None = None
     key_map: str | None = None
     source_config: Mapping[str, Any] | None = None
     export_folder: str | None = None
@@ -62,6 +73,7 @@ def export(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     workers: int = 1,
     key_maps: Mapping[str, KeyMap] | None = None,
+    on_start: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Path]:
     """Write the trained sub-models of a checkpoint as model folders, bit for bit as they were loaded if not trained.
@@ -78,6 +90,7 @@ def export(
         max_shard_size: bytes of tensor data per file, such as ``5GB``.
         workers: files that are written at the same time.
         key_maps: maps by name, before those that are installed.
+        on_start: called with the bytes of tensor data to write, before the first is.
         on_bytes: called with the number of bytes after every piece.
 
     Returns:
@@ -95,36 +108,86 @@ def export(
     models = _sub_models(iteration, manifest)
     if base is not None:
         _check_base(Path(base), models, to)
-    target = Path(destination)
+    target, limit = Path(destination), parse_size(max_shard_size)
     source = DcpSource(iteration)
-    written = []
     try:
+        jobs = [_prepare(source, model, to, dtype, key_maps or {}) for model in models]
+        total = sum(job.nbytes for job in jobs)
+        if on_start is not None:
+            on_start(total)
         with build_folder(target) as partial:
-            for model in models:
-                tensors, dtypes = _as_source(source, model, to, key_maps or {}, dtype)
-                extra = {"exported_from": iteration.name, "step": manifest.get("step")}
-                if to == "safetensors":
-                    path = safe_join(partial, f"{model.name}.safetensors", found_in=MANIFEST_NAME)
-                    write_file(path, tensors, list(tensors.tensors), dtypes=dtypes, on_bytes=on_bytes)
-                else:
-                    path = safe_join(partial, model.folder, found_in=MANIFEST_NAME)
-                    path.mkdir(parents=True)
-                    write_model_folder(
-                        path,
-                        tensors,
-                        dtypes=dtypes,
-                        config=model.source_config,
-                        max_shard_size=parse_size(max_shard_size),
-                        workers=workers,
-                        extra=extra,
-                        on_bytes=on_bytes,
-                    )
-                written.append(target / path.relative_to(partial))
+            check_free_space(partial, total)
+            extra = {"exported_from": iteration.name, "step": manifest.get("step")}
+            for job in jobs:
+                _write(partial, job, to, limit, workers, extra, on_bytes)
             if base is not None:
                 _take_from_base(Path(base), partial, {model.folder for model in models}, link=link)
     finally:
         source.close()
-    return written
+    return [target / (f"{model.name}.safetensors" if to == "safetensors" else model.folder) for model in models]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One sub-model to write: its tensors under the exported names, and the element type of each."""
+
+    model: SubModel
+    tensors: TensorSource
+    dtypes: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
+        return sum(math.prod(shapes[name]) * _dtypes.itemsize(dtype) for name, dtype in self.dtypes.items())
+
+
+def _prepare(source: DcpSource, model: SubModel, to: str, dtype: str | None, key_maps: Mapping[str, KeyMap]) -> _Job:
+    prefix = "model." + (f"{model.name}." if model.prefix is None else model.prefix)
+    tensors: TensorSource = strip_prefix(source, prefix)
+    if not tensors.tensors:
+        raise SourceError(f"{source.path}: its manifest names {model.name}, but no tensor starts with {prefix}")
+    tensors = drop_ties(tensors, preferred=list((model.ties or {}).values()))
+    dtypes = target_dtypes(tensors, dtype, model.source_dtypes)
+    if model.key_map is not None and to == "diffusers":
+        key_map = key_maps[model.key_map] if model.key_map in key_maps else get_key_map(model.key_map)
+        mapped = apply_key_map(tensors, key_map, to="source")
+        tensors, dtypes = mapped, {name: dtypes[mapped.origin(name)] for name in mapped.tensors}
+    if model.export_prefix:
+        tensors = rename(tensors, {name: model.export_prefix + name for name in tensors.tensors})
+        dtypes = {model.export_prefix + name: dtype for name, dtype in dtypes.items()}
+    return _Job(model, tensors, dtypes)
+
+
+def _write(
+    partial: Path,
+    job: _Job,
+    to: str,
+    limit: int,
+    workers: int,
+    extra: Mapping[str, Any],
+    on_bytes: Callable[[int], None] | None,
+) -> None:
+    if to == "safetensors":
+        path = safe_join(partial, f"{job.model.name}.safetensors", found_in=MANIFEST_NAME)
+        write_file(path, job.tensors, list(job.tensors.tensors), dtypes=job.dtypes, on_bytes=on_bytes)
+        return
+    folder = safe_join(partial, job.model.folder, found_in=MANIFEST_NAME)
+    folder.mkdir(parents=True)
+    config = job.model.source_config
+    companions = {}
+    if config is not None:
+        companions["config.json"] = write_bytes(folder / "config.json", dump_json(config))
+    write_model_folder(
+        folder,
+        job.tensors,
+        dtypes=job.dtypes,
+        stem=stem_of(config) if to == "diffusers" else HF_STEM,
+        companions=companions,
+        max_shard_size=limit,
+        workers=workers,
+        extra=extra,
+        on_bytes=on_bytes,
+    )
 
 
 def _sub_models(iteration: Path, manifest: Mapping[str, Any]) -> list[SubModel]:
@@ -137,31 +200,10 @@ def _sub_models(iteration: Path, manifest: Mapping[str, Any]) -> list[SubModel]:
         if not isinstance(entry, dict):
             raise CorruptFileError(f"{iteration / MANIFEST_NAME}: sub_models.{name} is no object")
         models.append(SubModel(name, **{key: value for key, value in entry.items() if key in known}))
+        folder = models[-1].folder
+        if PurePosixPath(folder).parts in ((), (MANIFEST_NAME,)) or [m.folder for m in models].count(folder) > 1:
+            raise CorruptFileError(f"{iteration / MANIFEST_NAME}: sub_models.{name} has no export folder of its own")
     return models
-
-
-def _as_source(
-    source: DcpSource, model: SubModel, to: str, key_maps: Mapping[str, KeyMap], dtype: str | None
-) -> tuple[TensorSource, dict[str, str]]:
-    """One sub-model's tensors under the names to export, and the element type of each."""
-    prefix = f"model.{model.name}."
-    tensors: TensorSource = strip_prefix(source, prefix)
-    if not tensors.tensors:
-        raise SourceError(
-            f"{source.path}: its manifest names sub-model {model.name}, but no tensor starts with {prefix}"
-        )
-    tensors = drop_ties(tensors, preferred=list((model.ties or {}).values()))
-    dtypes = target_dtypes(tensors, dtype, model.source_dtypes)
-    key_map = None
-    if model.key_map is not None and to == "diffusers":
-        key_map = key_maps[model.key_map] if model.key_map in key_maps else get_key_map(model.key_map)
-    if key_map is not None:
-        mapped = apply_key_map(tensors, key_map, to="source")
-        tensors, dtypes = mapped, {name: dtypes[mapped.origin(name)] for name in mapped.tensors}
-    if model.export_prefix:
-        tensors = rename(tensors, {name: model.export_prefix + name for name in tensors.tensors})
-        dtypes = {model.export_prefix + name: dtype for name, dtype in dtypes.items()}
-    return tensors, dtypes
 
 
 def _check_base(base: Path, models: list[SubModel], to: str) -> None:

@@ -1,4 +1,4 @@
-"""Writing a model's folder: weight files under a size limit, index, ``config.json``, manifest."""
+"""Writing a model's folder: weight files under a size limit, index, manifest."""
 
 from __future__ import annotations
 
@@ -90,35 +90,37 @@ def write_model_folder(
     source: TensorSource,
     *,
     dtypes: Mapping[str, str],
-    config: Mapping[str, Any] | None = None,
-    stem: str | None = None,
+    stem: str,
+    companions: Mapping[str, FileRecord] | None = None,
+    metadata: Mapping[str, str] | None = None,
     max_shard_size: int,
     workers: int = 1,
     extra: Mapping[str, Any] | None = None,
     sync: bool = True,
     on_bytes: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Fill an empty folder with safetensors files, an index if there are several, ``config.json`` and the manifest.
+    """Complete a folder with safetensors files, an index if there are several, and the manifest.
 
     Args:
-        folder: exists and is empty; the caller renames it into place.
+        folder: exists and holds nothing but ``companions``; the caller renames it into place.
         source: the tensors under the names to write.
         dtypes: element type by name.
-        config: content of ``config.json``; none is written for None.
-        stem: how weight files are called; by default what ``config`` implies.
+        stem: how weight files are called.
+        companions: files that are there already, for the manifest.
+        metadata: the free metadata of the files' headers.
         max_shard_size: bytes of tensor data per file.
         workers: files that are written at the same time.
         extra: further fields of the manifest.
         sync, on_bytes: see `write_file`.
     """
-    stem = stem or stem_of(config)
     shards = split_shards(source, dtypes, max_shard_size)
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
 
     def write(job: tuple[str, list[str]]) -> FileRecord:
-        return write_file(folder / job[0], source, job[1], dtypes=dtypes, sync=sync, on_bytes=on_bytes)
+        path, names = folder / job[0], job[1]
+        return write_file(path, source, names, dtypes=dtypes, metadata=metadata or None, sync=sync, on_bytes=on_bytes)
 
     with ThreadPoolExecutor(workers, "write") as pool:
         files = dict(zip(names, pool.map(write, zip(names, shards, strict=True)), strict=True))
@@ -129,7 +131,5 @@ def write_model_folder(
         files[f"{stem}.safetensors.index.json"] = write_bytes(
             folder / f"{stem}.safetensors.index.json", dump_json(index), sync=sync
         )
-    if config is not None:
-        files["config.json"] = write_bytes(folder / "config.json", dump_json(config), sync=sync)
-    write_manifest(folder, make_manifest(files, extra or {}), sync=sync)
+    write_manifest(folder, make_manifest({**files, **(companions or {})}, extra or {}), sync=sync)
     return files

@@ -106,9 +106,9 @@ def load_weights(
     """Fill every persistent parameter and buffer of ``module`` from ``source``.
 
     Plain tensors and DTensors on any mesh and device are filled in place; each rank reads the bytes of its own shard
-    and nothing else. Values are cast to the module's element type where it differs, and every such cast is reported; a cast
-    never crosses kinds (floating, integer, ...). A tied name that the file lacks is fine if another name of the same
-    tensor is there.
+    and nothing else. Values are cast to the module's element type where it differs, and every such cast is reported; a
+    cast never crosses kinds (floating, integer, ...). A tied name that the file lacks is fine if another name of the
+    same tensor is there.
 
     Args:
         module: materialised (no meta tensors), wrapped or not.

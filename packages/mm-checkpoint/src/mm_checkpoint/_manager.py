@@ -145,8 +145,8 @@ class CheckpointManager:
         ]
         if foreign:
             raise DestinationError(
-                f"{self.folder}: holds {', '.join(foreign[-3:])}, which this run did not write and which would be taken "
-                f"for newer than step {step}: save elsewhere, or resume from there"
+                f"{self.folder}: holds {', '.join(foreign[-3:])}, which this run did not write and which would be "
+                f"taken for newer than step {step}: save elsewhere, or resume from there"
             )
 
     def _make_probe(self, step: int) -> Path:

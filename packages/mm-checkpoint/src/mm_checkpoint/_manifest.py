@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mm_checkpoint.errors import CorruptFileError, IncompleteCheckpointError
 MANIFEST_NAME = "manifest.json"
 FORMAT = "mm-checkpoint"
 FORMAT_VERSION = 1
+SEAL = "manifest_crc32"
 
 
 def make_manifest(files: Mapping[str, FileRecord], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def make_manifest(files: Mapping[str, FileRecord], extra: Mapping[str, Any]) -> 
         ValueError: ``extra`` uses one of our fields.
     """
     ours = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    clash = {"files", *ours} & extra.keys()
+    clash = {"files", SEAL, *ours} & extra.keys()
     if clash:
         raise ValueError(f"manifest: {', '.join(sorted(clash))} can't be given, they are filled in when saving")
     return {**ours, **extra, "files": {name: files[name].to_json() for name in sorted(files)}}
@@ -29,7 +31,13 @@ def make_manifest(files: Mapping[str, FileRecord], extra: Mapping[str, Any]) -> 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write the manifest of a folder whose other files are all there."""
-    write_bytes(folder / MANIFEST_NAME, dump_json(manifest), sync=sync)
+    write_bytes(folder / MANIFEST_NAME, dump_json(_sealed(manifest)), sync=sync)
+
+
+def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with the checksum of its own content at the end."""
+    content = {key: value for key, value in manifest.items() if key != SEAL}
+    return {**content, SEAL: f"{zlib.crc32(dump_json(content)):08x}"}
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -43,6 +51,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise IncompleteCheckpointError(f"{path}: no {MANIFEST_NAME}, so this is no complete checkpoint")
     manifest = read_json(file)
+    if file.read_bytes() != dump_json(_sealed(manifest)):
+        raise CorruptFileError(f"{file}: has changed since it was written (checksum)")
     if manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
         raise CorruptFileError(f"{file}: not a manifest of {FORMAT}")
     if not isinstance(manifest["format_version"], int) or manifest["format_version"] > FORMAT_VERSION:

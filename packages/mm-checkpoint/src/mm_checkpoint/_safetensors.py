@@ -200,6 +200,11 @@ def write_file(
         return file.finish()
 
 
+def chunk_boxes(info: TensorInfo) -> Iterator[Box]:
+    """The boxes of at most `PIECE_BYTES` in which a tensor is streamed, in row-major order; none if it is empty."""
+    return Box.full(info.shape).pieces(PIECE_BYTES // _dtypes.itemsize(info.dtype))
+
+
 def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch.Tensor]:
     """The tensor's values in row-major order, as contiguous pieces of type ``dtype``.
 
@@ -210,7 +215,7 @@ def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch
     info = source.tensors[name]
     stored, wanted = _dtypes.to_torch(info.dtype), _dtypes.to_torch(dtype)
     scratch = torch.empty(min(info.nbytes, PIECE_BYTES), dtype=torch.uint8)
-    for box in Box.full(info.shape).pieces(PIECE_BYTES // stored.itemsize):
+    for box in chunk_boxes(info):
         piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)
         source.read_into(name, box, piece)
         yield piece.to(wanted)
