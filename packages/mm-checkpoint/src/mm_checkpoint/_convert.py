@@ -108,7 +108,13 @@ def convert(
                 check_free_space(partial, total)
                 if to == "dcp":
                     write_dcp_folder(
-                        partial, tensors, dtypes=dtypes, workers=workers, found=found, extra=extra, on_bytes=on_bytes
+                        partial,
+                        tensors,
+                        dtypes=dtypes,
+                        workers=workers,
+                        companions=copy_companions(found, partial),
+                        extra=extra,
+                        on_bytes=on_bytes,
                     )
                 else:
                     write_model_folder(

@@ -1,4 +1,7 @@
-"""What lies at a path, as plain values for people and scripts. Reads headers only, and no torch unless a pickle is there."""
+"""What lies at a path, as plain values for people and scripts.
+
+Only headers are read, and torch is imported only for pickled weight files.
+"""
 
 from __future__ import annotations
 
