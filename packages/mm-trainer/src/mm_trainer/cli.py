@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mm_trainer.errors import InputError
+from mm_trainer.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from mm_trainer.config import RankEnvironment
@@ -40,7 +40,7 @@ def main() -> None:
     rank = RankEnvironment.read()
     try:
         app(standalone_mode=True)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - sorted by kind below; what isn't the input's fault is raised again
         _end(error, rank)
 
 
@@ -97,7 +97,7 @@ def train(
 
     plan = LaunchPlan(nproc_per_node or 1, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     plan = _with_grace_time(plan, _check_first(config, arguments, world_size=plan.world_size))
-    command = ["train", config, *arguments, *(["--dry-run"] if dry_run else [])]
+    command = ["-m", "mm_trainer", "train", config, *arguments, *(["--dry-run"] if dry_run else [])]
     raise typer.Exit(launch(plan, command))
 
 
@@ -116,12 +116,16 @@ def _with_grace_time(plan: LaunchPlan, grace_time_s: float) -> LaunchPlan:
 
 
 def _run_rank(config: str, overrides: list[str], *, dry_run: bool) -> None:
-    from mm_trainer.config import load_config
+    from mm_trainer.config import load_config, locate
 
     loaded = load_config(config, overrides)  # before torch, so that a wrong key is answered at once
     from mm_trainer.run import train as run_training
 
-    raise typer.Exit(run_training(loaded, dry_run=dry_run) if dry_run else run_training(loaded))
+    try:
+        code = run_training(loaded, dry_run=True) if dry_run else run_training(loaded)
+    except ConfigError as error:  # raised by a model or an optimizer, which know the key only
+        raise locate(loaded, error) from error
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -189,3 +193,13 @@ def models() -> None:
         print(group)
         for name, providers in registry.installed(group).items():
             print(f"  {name:24} {', '.join(map(str, providers))}")
+
+
+@app.command()
+def env() -> None:
+    """Show versions, devices, plugins and variables; every run stores the same with itself."""
+    import yaml
+
+    from mm_trainer.environment_report import environment_report
+
+    print(yaml.safe_dump(environment_report(), sort_keys=False), end="")

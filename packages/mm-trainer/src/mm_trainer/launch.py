@@ -1,15 +1,17 @@
 """Start the ranks of one node through torch's elastic agent, and say once what went wrong.
 
-The agent starts a process per rank, restarts them if asked to, and ends all when one fails. What it does not do is done
-here: pass SIGTERM on and wait for the ranks' checkpoint, print the first error with its rank, and hand on the exit code.
+The agent starts a process per rank, starts them again if asked to, and ends all when one fails. What it does not do is
+done here: pass SIGTERM on and wait for the ranks' checkpoint, print the first error and its rank, hand on the exit code.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -19,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 FAULT, BAD_INPUT = 1, 2
 _KILL_AFTER_GRACE_S = 15.0
+_PROBE_S = 10.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -61,8 +65,8 @@ class LaunchPlan:
         return self.nproc_per_node * self.nnodes
 
 
-def launch(plan: LaunchPlan, arguments: Sequence[str]) -> int:
-    """Run ``python -m mm_trainer <arguments>`` on every rank of this node.
+def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
+    """Run ``python <command>`` on every rank of this node.
 
     Returns:
         0 if all ranks ended with 0; 2 if the first to fail blames its input; 1 otherwise. The first error has been
@@ -75,11 +79,10 @@ def launch(plan: LaunchPlan, arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="mm_trainer_") as log_dir, _environment(plan), _quiet_agent():
         try:
-            agent = _make_agent(plan, arguments, log_dir)
+            agent = _make_agent(plan, command, log_dir)
         except RendezvousConnectionError as error:
             raise InputError(
-                f"the nodes can't meet at --rdzv-endpoint {plan.rdzv_endpoint}: {_root_cause(error)}; the port may be "
-                "taken (name another one) or the host unreachable from here"
+                f"the nodes can't meet at --rdzv-endpoint {plan.rdzv_endpoint}: {_root_cause(error)}"
             ) from error
         with _forward_signals(agent, plan.grace_time_s):
             result = agent.run()
@@ -89,31 +92,86 @@ def launch(plan: LaunchPlan, arguments: Sequence[str]) -> int:
         return _report(result.failures)
 
 
-def _make_agent(plan: LaunchPlan, arguments: Sequence[str], log_dir: str) -> LocalElasticAgent:
+def _make_agent(plan: LaunchPlan, command: Sequence[str], log_dir: str) -> LocalElasticAgent:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+    is_host = plan.rdzv_endpoint is None or hosts_endpoint(plan.rdzv_endpoint)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=plan.rdzv_endpoint or "localhost:0",  # port 0: whichever is free
         run_id=plan.rdzv_id or uuid.uuid4().hex,
         min_nodes=plan.nnodes,
         max_nodes=plan.nnodes,
-        **({} if plan.rdzv_endpoint else {"is_host": "true"}),
+        is_host=str(is_host),
     )
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-u", "-m", "mm_trainer", *arguments),
+        args=("-u", *command),
         rdzv_handler=get_rendezvous_handler(parameters),
         max_restarts=plan.max_restarts,
         local_addr=None if plan.rdzv_endpoint else "localhost",
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=log_dir))
+
+
+def hosts_endpoint(endpoint: str) -> bool:
+    """Whether the nodes' meeting point is to be served by this process.
+
+    torch would wait without end for an answer from a port that another program has taken; so that is found out first.
+
+    Args:
+        endpoint: ``host:port``.
+
+    Raises:
+        InputError: not of that form, an unknown host, or a port of this machine that another program uses.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"--rdzv-endpoint: expected HOST:PORT, got {endpoint!r}")
+    try:
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise InputError(f"--rdzv-endpoint: the host {host!r} is not known: {error.strerror}") from error
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                _require_store(host, int(port))  # another agent of this job may be on the same machine
+                return False
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise InputError(f"--rdzv-endpoint: can't use port {port} here: {error.strerror}") from error
+    return True
+
+
+def _require_store(host: str, port: int) -> None:
+    """Refuse a port on which no agent answers."""
+    from torch.distributed import DistError, TCPStore
+
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_S))
+        except DistError:
+            return
+        answered.set()
+
+    threading.Thread(target=connect, daemon=True).start()  # it may never return
+    if not answered.wait(_PROBE_S):
+        raise InputError(
+            f"--rdzv-endpoint: port {port} of {host} is taken by another program; name another port (on one node leave "
+            "the option out: a free port is found)"
+        )
 
 
 @contextmanager

@@ -38,14 +38,14 @@ class DatasetBinding:
         key: where it stands in the configuration.
         factory: makes it.
         params: its keys as validated plain values, paths absolute.
-        weight: share in the mix.
+        weight: share in the mix; None where none is given.
         repeats: passes per epoch of the mix.
     """
 
     key: str
     factory: DatasetFactory
     params: Mapping[str, Any]
-    weight: float = 1.0
+    weight: float | None = None
     repeats: int = 1
 
 
@@ -267,7 +267,17 @@ class _Binder:
         try:
             return load(name)
         except PluginError as error:
-            raise self._error(str(error), key) from error
+            raise self._error(f"{error}{self._mistaken_for(name, key)}", key) from error
+
+    def _mistaken_for(self, name: str, key: str) -> str:
+        """A hint where a container's name stands for a model's or the other way round."""
+        if key != "model.model_id":
+            return ""
+        if self._config.model.models is None and name in registry.installed(registry.CONTAINERS):
+            return f"; {name} is a container: its sub-models go under model.models"
+        if self._config.model.models is not None and name in registry.installed(registry.MODELS):
+            return f"; {name} is a single model: it has no model.models"
+        return ""
 
     def _options(self, options: type[T], section: OpenSection, key: str, beside: type) -> T:
         validated = validate(

@@ -21,8 +21,8 @@ class DatasetEntry(OpenSection):
 class MixEntry(DatasetEntry):
     """One data set of a mix; what it leaves out is taken from beside the list."""
 
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Share in the mix, relative to the others'."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Share in the mix, relative to the others'; null for all of them: as large as each is."""
     repeats: Annotated[int, Field(ge=1)] = 1
     """How often an epoch of the mix goes through this data set."""
 
@@ -32,6 +32,15 @@ class DatasetParam(DatasetEntry):
 
     datasets: tuple[MixEntry, ...] | None = Field(default=None, min_length=1)
     """Data sets to mix."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        weightless = [i for i, entry in enumerate(self.datasets or ()) if entry.weight is None]
+        if weightless and len(weightless) < len(self.datasets or ()):
+            raise ValueError(
+                f"datasets.{weightless[0]}: weight is missing; give it to all data sets of a mix or to none"
+            )
+        return self
 
 
 class DataLoaderParam(Section):

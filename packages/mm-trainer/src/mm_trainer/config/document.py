@@ -10,7 +10,7 @@ from typing import Any
 
 from mm_trainer.config.environment import Environment
 from mm_trainer.config.yaml_nodes import Node, Path, parse_yaml
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, PluginError
 
 RECIPE = "recipe:"
 COMMAND_LINE = "command line"
@@ -60,9 +60,8 @@ class Document:
 
     def error(self, message: str, path: Path) -> ConfigError:
         """An error about the value at ``path``, with file and line."""
-        found, node = self.at(path)
-        file, line = (node.file, node.line) if found else (self.file, None)
-        return ConfigError(message, key=dotted(path), file=file, line=line)
+        _, node = self.at(path)
+        return ConfigError(message, key=dotted(path), file=node.file, line=node.line)
 
 
 def dotted(path: Path) -> str:
@@ -113,7 +112,7 @@ class _Reader:
         if identity in self._chain:
             circle = " → ".join([*self._chain, identity])
             raise _at(named_by, f"a circle of files that extend each other: {circle}", "extends")
-        text = self._read_recipe(reference[len(RECIPE) :]) if is_recipe else _read_file(identity, named_by)
+        text = self._recipe(reference, named_by) if is_recipe else _read_file(identity, named_by)
         shown = reference if is_recipe or named_by is None else identity
         root = parse_yaml(text, shown)
         if not isinstance(root.value, dict):
@@ -129,6 +128,12 @@ class _Reader:
         parent = self.read(extends.value, base=base if is_recipe else os.path.dirname(identity), named_by=extends)
         self._chain.pop()
         return _merge(parent, own)
+
+    def _recipe(self, reference: str, named_by: Node | None) -> str:
+        try:
+            return self._read_recipe(reference.removeprefix(RECIPE))
+        except PluginError as error:
+            raise _at(named_by, str(error), "extends") from error
 
 
 def _read_file(path: str, named_by: Node | None) -> str:
