@@ -48,6 +48,7 @@ def test_the_loss_trace_is_the_same_on_any_layout(
     np.testing.assert_allclose(trace(records), reference_trace, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # read_tensors means to
 def test_ten_steps_and_a_resume_equal_twenty_bit_for_bit(run_ranks, workspace: Workspace, tmp_path: Path) -> None:
     """B013, B015, B016, B112: weights, optimizer, learning rate, data position and noise all go on where they were."""
     cosine = {"training.lr_decay_style": "cosine", "training.lr_warmup_iters": 3, "training.save_interval": 10}
