@@ -11,3 +11,19 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mm_models_wan import write_tiny_pipeline
 
     return write_tiny_pipeline(tmp_path_factory.mktemp("tiny_wan"))
+
+
+@pytest.fixture(scope="session")
+def tiny_i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny I2V pipeline folder (36 channels, two experts)."""
+    from mm_models_wan import write_tiny_pipeline
+
+    return write_tiny_pipeline(tmp_path_factory.mktemp("tiny_i2v"), task="i2v")
+
+
+@pytest.fixture(scope="session")
+def tiny_ti2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny TI2V pipeline folder (48 channels, one transformer)."""
+    from mm_models_wan import write_tiny_pipeline
+
+    return write_tiny_pipeline(tmp_path_factory.mktemp("tiny_ti2v"), task="ti2v")

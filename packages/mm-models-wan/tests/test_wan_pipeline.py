@@ -8,36 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from wan_helpers import make_spec
+from wan_helpers import SEED, build_container, make_batch, make_spec
 
 from mm_models_wan.container import Wan22Container, Wan22Options
-from mm_models_wan.pipeline import WanPipeline
-from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.text_encoder import PromptTokenizer, UMT5TextEncoder
-from mm_models_wan.tiny import random_clips
-from mm_models_wan.vae import WanVideoVAE
 from mm_trainer.errors import ConfigError
 from mm_trainer.randomness import keyed_normal, keyed_uniform
-
-SEED = 11
-
-
-def build(
-    folder: Path, options: Wan22Options, *, task: str = "t2v", predictor: str = "transformer_2"
-) -> Wan22Container:
-    components = {
-        "ae": WanVideoVAE.from_pretrained(make_spec("ae", "wan_video_vae", folder / "vae")),
-        "text_encoder": UMT5TextEncoder.from_pretrained(make_spec("text_encoder", "UMT5", folder / "text_encoder")),
-        "predictor": WanPredictor.from_pretrained(make_spec("predictor", "wan2_2_predictor", folder / predictor)),
-    }
-    pipeline = WanPipeline.build(options=options, components=components, task=task, seed=SEED)
-    return Wan22Container(components, pipeline)
-
-
-def make_batch(folder: Path, size: int = 2) -> dict[str, Any]:
-    video = random_clips(size, frames=5, height=32, width=48, generator=torch.Generator().manual_seed(2))
-    tokens = PromptTokenizer(str(folder / "tokenizer"))(["a cat", "two dogs & a bird", ""][:size])
-    return {"video": video, "caption": ["a cat"] * size, "sample_key": torch.arange(40, 40 + size), **tokens}
 
 
 def reference_parts(folder: Path, transformer: str) -> tuple[Any, Any, Any, torch.Tensor, torch.Tensor]:
@@ -51,7 +26,7 @@ def reference_parts(folder: Path, transformer: str) -> tuple[Any, Any, Any, torc
 
 
 def test_t2v_loss_equals_the_one_made_by_hand(tiny_wan: Path) -> None:
-    container = build(tiny_wan, Wan22Options(expert="low"))
+    container = build_container(tiny_wan, Wan22Options(expert="low"))
     batch = make_batch(tiny_wan, 3)
     output = container(**batch)
 
@@ -82,7 +57,7 @@ def test_t2v_loss_equals_the_one_made_by_hand(tiny_wan: Path) -> None:
 
 
 def test_the_loss_reaches_the_predictor_only(tiny_wan: Path) -> None:
-    container = build(tiny_wan, Wan22Options(expert="low"))
+    container = build_container(tiny_wan, Wan22Options(expert="low"))
     container.get_sub_models()["ae"].requires_grad_(False)
     container.get_sub_models()["text_encoder"].requires_grad_(False)
     container.train()
@@ -92,7 +67,7 @@ def test_the_loss_reaches_the_predictor_only(tiny_wan: Path) -> None:
 
 
 def test_no_row_depends_on_another(tiny_wan: Path) -> None:
-    container = build(tiny_wan, Wan22Options(expert="high"), predictor="transformer")
+    container = build_container(tiny_wan, Wan22Options(expert="high"), predictor="transformer")
     batch = make_batch(tiny_wan, 3)
     whole = container(**batch).per_sample
     for row in range(3):
@@ -102,14 +77,14 @@ def test_no_row_depends_on_another(tiny_wan: Path) -> None:
 
 
 def test_fixed_quantiles_fix_sigma(tiny_wan: Path) -> None:
-    container = build(tiny_wan, Wan22Options(noise_range=(0.2, 0.6), scheduler={"preset": "uniform"}))
+    container = build_container(tiny_wan, Wan22Options(noise_range=(0.2, 0.6), scheduler={"preset": "uniform"}))
     quantile = torch.tensor([0.25, 0.5], dtype=torch.float64)
     sigma = container(**make_batch(tiny_wan), quantile=quantile).per_sample.sigma
     torch.testing.assert_close(sigma, torch.tensor([0.3, 0.4]), rtol=0, atol=1e-6)
 
 
 def test_posterior_samples_are_keyed_by_the_sample(tiny_wan: Path) -> None:
-    container = build(tiny_wan, Wan22Options(expert="low"))
+    container = build_container(tiny_wan, Wan22Options(expert="low"))
     batch = make_batch(tiny_wan)
     mode = container.pipeline.prepare_conditions(container, batch)["latents"]
     container.ae.do_sample = True
@@ -125,7 +100,7 @@ def test_posterior_samples_are_keyed_by_the_sample(tiny_wan: Path) -> None:
 def test_an_expert_without_a_range_is_warned_about(tiny_wan: Path, caplog: pytest.LogCaptureFixture) -> None:
     """B082: the warning says which range it should have."""
     with caplog.at_level(logging.WARNING, logger="mm_models_wan"):
-        container = build(tiny_wan, Wan22Options())
+        container = build_container(tiny_wan, Wan22Options())
     message = caplog.records[-1].getMessage()
     assert "high (sigma in [0.875, 1]) or low ([0, 0.875))" in message
     assert "these weights are the low one" in message
@@ -134,15 +109,15 @@ def test_an_expert_without_a_range_is_warned_about(tiny_wan: Path, caplog: pytes
 
 @pytest.mark.parametrize(("expert", "expected"), [("high", [0.875, 1.0]), ("low", [0.0, 0.875])])
 def test_an_experts_range_ends_at_the_models_boundary(tiny_wan: Path, expert: Any, expected: list[float]) -> None:
-    assert build(tiny_wan, Wan22Options(expert=expert)).pipeline.describe()["noise_range"] == expected
-    stated = build(tiny_wan, Wan22Options(expert=expert, boundary=0.9)).pipeline.describe()["noise_range"]
+    assert build_container(tiny_wan, Wan22Options(expert=expert)).pipeline.describe()["noise_range"] == expected
+    stated = build_container(tiny_wan, Wan22Options(expert=expert, boundary=0.9)).pipeline.describe()["noise_range"]
     assert stated == [0.9 if edge == 0.875 else edge for edge in expected]
 
 
 def test_a_task_that_does_not_fit_the_weights_is_refused(tiny_wan: Path) -> None:
     """B090: both numbers and the folder."""
     with pytest.raises(ConfigError, match=r"36 channels.*transformer_2.*take 16") as caught:
-        build(tiny_wan, Wan22Options(expert="low"), task="i2v")
+        build_container(tiny_wan, Wan22Options(expert="low"), task="i2v")
     assert caught.value.key == "model.models.predictor"
 
 

@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from mm_checkpoint.config import WeightSourceConfig
 from mm_models_wan.architecture import WanArchitecture
+from mm_models_wan.container import Wan22Container, Wan22Options
 from mm_models_wan.key_map import WAN2_2
+from mm_models_wan.pipeline import WanPipeline
 from mm_models_wan.predictor import PredictorOptions, WanPredictor
-from mm_models_wan.text_encoder import TextEncoderOptions
-from mm_models_wan.tiny import TRANSFORMER
-from mm_models_wan.vae import VAEOptions
+from mm_models_wan.text_encoder import PromptTokenizer, TextEncoderOptions, UMT5TextEncoder
+from mm_models_wan.tiny import TRANSFORMER, random_clips
+from mm_models_wan.vae import VAEOptions, WanVideoVAE
 from mm_trainer.contracts import ModelSpec, Options
+
+SEED = 11
 
 OPTIONS: dict[str, type[Options]] = {
     "wan2_2_predictor": PredictorOptions,
@@ -79,3 +83,26 @@ def model_inputs(
         for row, length in enumerate(range(7, 7 + 5 * batch, 5)):
             text[row, length:] = 0
     return latents, timestep, text
+
+
+def build_container(
+    folder: Path, options: Wan22Options, *, task: str = "t2v", predictor: str = "transformer_2"
+) -> Wan22Container:
+    """The components of a pipeline folder, real and loaded, with the pipeline of ``task``."""
+    components = {
+        "ae": WanVideoVAE.from_pretrained(make_spec("ae", "wan_video_vae", folder / "vae")),
+        "text_encoder": UMT5TextEncoder.from_pretrained(make_spec("text_encoder", "UMT5", folder / "text_encoder")),
+        "predictor": WanPredictor.from_pretrained(make_spec("predictor", "wan2_2_predictor", folder / predictor)),
+    }
+    if options.expert == "both":
+        spec = make_spec("predictor_2", "wan2_2_predictor", folder / "transformer_2")
+        components["predictor_2"] = WanPredictor.from_pretrained(spec)
+    pipeline = WanPipeline.build(options=options, components=components, task=task, seed=SEED)
+    return Wan22Container(components, pipeline)
+
+
+def make_batch(folder: Path, size: int = 2, *, frames: int = 5) -> dict[str, Any]:
+    """A batch as the loader hands it to the container."""
+    video = random_clips(size, frames=frames, height=32, width=64, generator=torch.Generator().manual_seed(2))
+    tokens = PromptTokenizer(str(folder / "tokenizer"))(["a cat", "two dogs & a bird", ""][:size])
+    return {"video": video, "caption": ["a cat"] * size, "sample_key": torch.arange(40, 40 + size), **tokens}

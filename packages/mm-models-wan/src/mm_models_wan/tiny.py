@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mm_models_wan.release import BOUNDARIES
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -30,9 +32,24 @@ TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,
 }
 VAE: dict[str, Any] = {"base_dim": 4, "z_dim": 16, "num_res_blocks": 1}
+VAE_TI2V: dict[str, Any] = {
+    **VAE,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
 
 
-def write_tiny_pipeline(folder: str | Path, *, seed: int = 0, boundary_ratio: float = 0.875) -> Path:
+def write_tiny_pipeline(
+    folder: str | Path,
+    *,
+    task: Literal["t2v", "i2v", "ti2v"] = "t2v",
+    seed: int = 0,
+    boundary_ratio: float | None = None,
+) -> Path:
     """Write ``model_index.json`` and the folders transformer, transformer_2, vae, text_encoder, tokenizer, scheduler.
 
     The VAE's ``latents_mean`` and ``latents_std`` are measured on random clips, so that the latents of a clip have a
@@ -40,30 +57,48 @@ def write_tiny_pipeline(folder: str | Path, *, seed: int = 0, boundary_ratio: fl
 
     Args:
         folder: is created; files in it are overwritten.
+        task: ``t2v`` and ``i2v`` have the shape of the A14B models (two experts; 16 or 36 input channels), ``ti2v``
+            that of the 5B one (one transformer, 48 channels, a VAE of stride 16).
         seed: of the random weights; equal seeds give equal files.
-        boundary_ratio: σ at which ``transformer`` (high noise) hands over to ``transformer_2``.
+        boundary_ratio: σ at which ``transformer`` (high noise) hands over to ``transformer_2``; by default the released
+            models'.
 
     Returns:
         the folder.
     """
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
 
     folder = Path(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae = AutoencoderKLWan(**VAE).eval()
+        vae = AutoencoderKLWan(**(VAE_TI2V if task == "ti2v" else VAE)).eval()
         calibrate_latents(vae)
-        pipeline = WanPipeline(
-            tokenizer=_tokenizer(),
-            text_encoder=_text_encoder(),
-            vae=vae,
-            scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-            transformer=WanTransformer3DModel(**TRANSFORMER),
-            transformer_2=WanTransformer3DModel(**TRANSFORMER),
-            boundary_ratio=boundary_ratio,
-        )
+        components = {
+            "vae": vae,
+            "tokenizer": _tokenizer(),
+            "text_encoder": _text_encoder(),
+            "scheduler": UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if task == "ti2v" else 3.0
+            ),
+            "transformer": _transformer(task),
+        }
+        if task == "ti2v":
+            pipeline = WanPipeline(**components, expand_timesteps=True)
+        elif task == "i2v":
+            boundary = boundary_ratio or BOUNDARIES["I2V-A14B"]
+            pipeline = WanImageToVideoPipeline(**components, transformer_2=_transformer(task), boundary_ratio=boundary)
+        else:
+            boundary = boundary_ratio or BOUNDARIES["T2V-A14B"]
+            pipeline = WanPipeline(**components, transformer_2=_transformer(task), boundary_ratio=boundary)
     pipeline.save_pretrained(folder, safe_serialization=True)
     return folder
+
+
+def _transformer(task: str) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    channels = {"i2v": {"in_channels": 36}, "ti2v": {"in_channels": 48, "out_channels": 48}}.get(task, {})
+    return WanTransformer3DModel(**{**TRANSFORMER, **channels})
 
 
 def _text_encoder() -> Any:
