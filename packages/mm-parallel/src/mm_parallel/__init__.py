@@ -10,6 +10,7 @@ from typing import Any
 
 _HOME = {
     "ActivationOffloadPlan": "config",
+    "Communication": "accounting",
     "CompilePlan": "config",
     "ContextParallel": "context",
     "FSDPPlan": "config",
@@ -28,6 +29,7 @@ _HOME = {
     "check_features": "features",
     "check_heads": "sizes",
     "clip_grad_norm": "grad_norm",
+    "count_communication": "accounting",
     "default_device_type": "mesh",
     "match_modules": "patterns",
     "materialize": "meta_init",

@@ -52,21 +52,22 @@ def parallelize(
     """
     resolved = resolve_plan(model, plan, sub_models)
     notes = list(resolved.notes)
-    reports, units = [], []
-    for sub_model in resolved.sub_models:
-        reports.append(_apply(sub_model, mesh, plan, notes))
-        units += [
-            UnitReport(u.name, sub_model.name, u.numel, u.trainable_numel)
-            for u in (sub_model.units if sub_model.plan.enabled else [])
-        ]
-    return ParallelReport(resolved.matches, resolved.ignored, reports, units, notes)
+    enabled = [sub_model for sub_model in resolved.sub_models if sub_model.plan.enabled]
+    whole = {s.name or "model": s.module for s in resolved.sub_models if not s.plan.enabled}
+    whole |= {name: model.get_submodule(name) for names in resolved.ignored.values() for name in names}
+    return ParallelReport(
+        matches=resolved.matches,
+        ignored=resolved.ignored,
+        sub_models=[_apply(sub_model, mesh, plan, notes) for sub_model in enabled],
+        units=[UnitReport(u.name, s.name, u.numel, u.trainable_numel) for s in enabled for u in s.units],
+        plain={name: sum(p.numel() for p in module.parameters()) for name, module in whole.items()},
+        notes=notes,
+    )
 
 
 def _apply(sub_model: SubModel, mesh: ParallelMesh, plan: FSDPPlan, notes: list[str]) -> SubModelReport:
     name = sub_model.name
     reshard, offload = plan.reshard_for(name), plan.offload_for(name)
-    if not sub_model.plan.enabled:
-        return SubModelReport(name, "whole on every rank, as it is (enabled: false)", False, False)
     if mesh.sizes.world == 1 and not offload:
         _cast_in_forward(sub_model, plan)
         return SubModelReport(name, "one rank: not sharded, FSDP2 bypassed", reshard, offload)

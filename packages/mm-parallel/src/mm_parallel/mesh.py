@@ -115,6 +115,16 @@ class ParallelMesh:
             self._fsdp_meshes[shard] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         return self._fsdp_meshes[shard]
 
+    def axes(self) -> dict[str, str]:
+        """Process group name → mesh axis, of every group made so far; axes that share a group: ``context+shard``."""
+        found: dict[str, set[str]] = {}
+        for mesh in (*self._context_meshes.values(), *self._fsdp_meshes.values()):
+            for axis in mesh.mesh_dim_names or ():
+                group = mesh.get_group(axis)
+                if group.size() > 1:
+                    found.setdefault(group.group_name, set()).add(axis)
+        return {group: "+".join(sorted(axes)) for group, axes in found.items()}
+
     def context_parallel(self, **policies: Any) -> ContextParallel:
         """The object that models split their sequences with.
 
@@ -125,7 +135,7 @@ class ParallelMesh:
 
         groups = {name: mesh.get_group(name) for name, mesh in self._context_meshes.items()}
         return ContextParallel(
-            group=groups.get("group"), ulysses=groups.get("ulysses"), ring=groups.get("ring"), **policies
+            group=groups.get("context"), ulysses=groups.get("ulysses"), ring=groups.get("ring"), **policies
         )
 
 
@@ -133,9 +143,8 @@ def _context_meshes(sizes: MeshSizes, device_type: str) -> dict[str, DeviceMesh]
     """For each kind of context-parallel group with more than one rank, a mesh with an axis of that name."""
     if sizes.context == 1:
         return {}
-    meshes = {"group": init_device_mesh(device_type, (sizes.data, sizes.context), mesh_dim_names=("data", "group"))}
+    outer = init_device_mesh(device_type, (sizes.data, sizes.context), mesh_dim_names=("data", "context"))
     inner = init_device_mesh(
         device_type, (sizes.data, sizes.ring, sizes.ulysses), mesh_dim_names=("data", "ring", "ulysses")
     )
-    meshes |= {name: inner for name in ("ring", "ulysses") if getattr(sizes, name) > 1}
-    return meshes
+    return {"context": outer} | {name: inner for name in ("ring", "ulysses") if getattr(sizes, name) > 1}

@@ -45,12 +45,22 @@ class SubModelReport:
 
 @dataclass(frozen=True)
 class ParallelReport:
-    """The outcome of a plan; ``str()`` of it is a table for the log."""
+    """The outcome of a plan; ``str()`` of it is a table for the log.
+
+    Args:
+        matches: pattern of ``apply_modules`` → names.
+        ignored: pattern of ``ignored_modules`` → names.
+        sub_models: the roots.
+        units: of all roots.
+        plain: module → parameters that every rank holds whole, outside the plan's dtypes.
+        notes: what the plan's author may not expect.
+    """
 
     matches: dict[str, list[str]]
     ignored: dict[str, list[str]]
     sub_models: list[SubModelReport]
     units: list[UnitReport]
+    plain: dict[str, int]
     notes: list[str]
 
     def __str__(self) -> str:
@@ -60,6 +70,7 @@ class ParallelReport:
         for sub_model in self.sub_models:
             lines.append(f"  {sub_model.name or 'model'}: {sub_model.layout}")
             lines += self._unit_lines(sub_model.name)
+        lines += [f"  {name}: {numel:,} parameters, plain on every rank" for name, numel in self.plain.items()]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
