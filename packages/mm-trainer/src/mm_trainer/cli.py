@@ -84,7 +84,10 @@ def train(
     from mm_trainer.config.environment import RankEnvironment
 
     arguments = overrides or []
-    if RankEnvironment.read() is not None:
+    rank = RankEnvironment.read()
+    if rank is not None:
+        if not rank.supervised:  # our own launcher has checked
+            _check_first(config, arguments, world_size=rank.world_size)
         _run_rank(config, arguments, dry_run=dry_run)
         return
     if nproc_per_node is None and nnodes == 1:

@@ -15,8 +15,8 @@ from mm_trainer import registry
 from mm_trainer.config.data import DatasetEntry, DatasetParam, MixEntry
 from mm_trainer.config.diagnose import from_value_error, located, validate
 from mm_trainer.config.document import Document, split_key
-from mm_trainer.config.fields import OpenSection, absolute_paths
-from mm_trainer.config.model import ModelConfig, SubModelConfig
+from mm_trainer.config.fields import OpenSection, absolute_paths, keys_of
+from mm_trainer.config.model import SINGLE_MODEL_KEYS, ModelConfig, SubModelConfig
 from mm_trainer.config.schema import TrainerConfig, section_keys
 from mm_trainer.errors import ConfigError, PluginError
 
@@ -112,8 +112,9 @@ class _Binder:
         container_class, container_options = None, NoOptions()
         pipeline_class = None
         if model.models is not None:
+            container_keys = {k: v for k, v in keys_of(ModelConfig).items() if k not in SINGLE_MODEL_KEYS}
             container_class = self._load(registry.load_container, model.model_id, "model.model_id")
-            container_options = self._options(container_class.Options, model, "model", ModelConfig)
+            container_options = self._options(container_class.Options, model, "model", container_keys)
             pipeline_id = model.pipeline or container_class.pipeline_id
             if pipeline_id is not None:
                 pipeline_class = self._load(registry.load_pipeline, pipeline_id, "model.pipeline")
@@ -145,7 +146,7 @@ class _Binder:
 
         key = self._config.model.key_of(name)
         model_class = self._load(registry.load_model, sub.model_id, f"{key}.model_id")
-        beside = SubModelConfig if self._config.model.models is not None else ModelConfig
+        beside = keys_of(type(sub))
         options = self._options(model_class.Options, sub, key, beside)
         default = self._config.training.init_model_with_meta_device
         spec = ModelSpec(
@@ -215,7 +216,7 @@ class _Binder:
             shared = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer and str(entry.tokenizer)}
             values = extras | {name: shared[name] for name in shared.keys() & options_class.model_fields.keys()}
             options = validate(
-                options_class, values, self._document, split_key(key), known=section_keys(), beside=MixEntry
+                options_class, values, self._document, split_key(key), known=section_keys(), beside=keys_of(MixEntry)
             )
             options = absolute_paths(options, self._document.environment.cwd)
             extras = {name: value for name, value in options.model_dump().items() if name not in shared}
@@ -279,7 +280,7 @@ class _Binder:
             return f"; {name} is a single model: it has no model.models"
         return ""
 
-    def _options(self, options: type[T], section: OpenSection, key: str, beside: type) -> T:
+    def _options(self, options: type[T], section: OpenSection, key: str, beside: Mapping[str, Any]) -> T:
         validated = validate(
             options, section.extras, self._document, split_key(key), known=section_keys(), beside=beside
         )

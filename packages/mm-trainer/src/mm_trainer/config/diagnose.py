@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -46,7 +47,7 @@ def validate(
     at: Path,
     *,
     known: Sequence[str],
-    beside: type | None = None,
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> T:
     """Values of the document → an instance of a section or options class, types taken at their word.
 
@@ -58,7 +59,7 @@ def validate(
         document: where they were read.
         at: path of the values in the document.
         known: all dotted keys, to find a key that belongs elsewhere.
-        beside: a class whose keys stand at the same place, for the nearest match.
+        beside: other keys that may stand at the same place, for the nearest match.
 
     Raises:
         ConfigError: every fault found (the first ten), the first one's place in its attributes.
@@ -70,7 +71,9 @@ def validate(
 
 
 class _Diagnosis:
-    def __init__(self, kind: type, document: Document, at: Path, known: Sequence[str], beside: type | None) -> None:
+    def __init__(
+        self, kind: type, document: Document, at: Path, known: Sequence[str], beside: Mapping[str, Any]
+    ) -> None:
         self._kind, self._document, self._at, self._known, self._beside = kind, document, at, known, beside
 
     def combine(self, error: ValidationError) -> ConfigError:
@@ -109,7 +112,7 @@ class _Diagnosis:
 
     def _siblings(self, path: Path) -> Mapping[str, Any]:
         """Keys that the class declares beside the last one of ``path``."""
-        level: dict[str, Any] = {**keys_of(self._beside), **keys_of(self._kind)}
+        level: dict[str, Any] = {**self._beside, **keys_of(self._kind)}
         for part in path[len(self._at) : -1]:
             level = dict(keys_of(level.get(str(part), level.get(EACH))))
         return level

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel as PydanticModel
 
-from mm_trainer.config.model import ModelConfig, SubModelConfig
+from mm_trainer.config.model import SINGLE_MODEL_KEYS, ModelConfig
 from mm_trainer.config.schema import TrainerConfig
 from mm_trainer.config.yaml_nodes import Dumper
 
@@ -51,5 +51,5 @@ def _written(section: PydanticModel) -> dict[str, Any]:
     values = {name: getattr(section, name) for name in (*declared, *(section.__pydantic_extra__ or {}))}
     unset = {name for name, field in declared.items() if field.default is None and values[name] is None}
     if isinstance(section, ModelConfig) and section.models is not None:
-        unset |= SubModelConfig.model_fields.keys() - {"model_id"}
+        unset |= SINGLE_MODEL_KEYS
     return {name: value for name, value in values.items() if name not in unset}

@@ -110,7 +110,7 @@ def unknown_key(name: str, siblings: Collection[str], everywhere: Collection[str
     if name in FOREIGN_KEYS:
         return f"unknown key; here it is called {FOREIGN_KEYS[name]}"
     elsewhere = [key.replace(EACH, "<name>") for key in everywhere if key.rsplit(".", 1)[-1] == name]
-    if elsewhere and len(elsewhere) <= 3:
+    if 0 < len(elsewhere) <= 3 and nearest(name, siblings, cutoff=0.85) is None:
         sections = ", ".join(sorted({key.split(".", 1)[0] for key in elsewhere}))
         return f"unknown key here; it belongs in section {sections}: {' or '.join(elsewhere)}"
     close = nearest(name, siblings)

@@ -59,6 +59,10 @@ class SubModelConfig(OpenSection):
         return WeightSourceConfig(**{field.name: getattr(self, field.name) for field in fields(WeightSourceConfig)})
 
 
+SINGLE_MODEL_KEYS = SubModelConfig.model_fields.keys() - {"model_id"}
+"""Keys of ``model`` that a container leaves to its sub-models."""
+
+
 class ModelConfig(SubModelConfig):
     """A container with ``models``, or a single model, which has the keys of a sub-model itself."""
 
@@ -78,7 +82,7 @@ class ModelConfig(SubModelConfig):
                 raise ValueError("pipeline: a single model has none; it computes its loss itself")
             return self
         declared = SubModelConfig.model_fields
-        own = [name for name in declared if name != "model_id" and getattr(self, name) != declared[name].default]
+        own = [name for name in declared if name in SINGLE_MODEL_KEYS and getattr(self, name) != declared[name].default]
         if own:
             raise ValueError(f"{own[0]}: belongs to one sub-model, under model.models.<name>, not to the container")
         return self

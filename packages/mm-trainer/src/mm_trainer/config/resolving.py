@@ -40,10 +40,10 @@ def smallest_world_size(config: TrainerConfig) -> int:
     """The fewest ranks that the sizes and the batch of ``config`` are made for; to check it where no number is said."""
     parallel, training = config.parallel, config.training
     context = parallel.ulysses_parallel_size * parallel.ring_attention_size
-    data = parallel.data_parallel_size or 1
+    if parallel.data_parallel_size is not None:
+        return parallel.data_parallel_size * context
     steps, batch = training.gradient_accumulation_steps, training.global_batch_size
-    if parallel.data_parallel_size is None and batch is not None and steps != "auto":
-        data = max(1, batch // (training.micro_batch_size * steps))
+    data = 1 if batch is None or steps == "auto" else max(1, batch // (training.micro_batch_size * steps))
     shards = [plan.shard_size or 1 for plan in parallel.fsdp_plan.sub_plans.values()]
     whole = parallel.fully_shard_parallel_size
     return math.lcm(data * context, 1 if whole == "auto" else whole, *shards)

@@ -93,7 +93,7 @@ class TrainingConfig(Section):
 
     nan_policy: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that isn't finite does."""
-    grace_time_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60
+    grace_time_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Seconds after SIGTERM in which a checkpoint is written."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds after which a step that hasn't ended prints every rank's stack; null: no watch."""

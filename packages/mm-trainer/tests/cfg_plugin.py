@@ -1,0 +1,86 @@
+"""A plugin module as `training.plugin` names it: a model, a container and a data set that need no files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping
+from typing import Any, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from mm_parallel import KeyedInitializer
+from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelContainer, ModelOutput, ModelSpec, Options
+from mm_trainer.registry import register_container, register_dataset, register_model
+
+
+@register_model("cfg_model")
+class CfgModel(BaseModel):
+    """Two linear layers; fails on demand."""
+
+    class Options(Options):
+        width: int = Field(default=4, ge=1)
+        fail_rank: int | None = None
+        fail_with: str = "boom"
+
+    def __init__(self, width: int, fail_rank: int | None, fail_with: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.width, self._fail_rank, self._fail_with = width, fail_rank, fail_with
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Self:
+        return cls(**spec.options.model_dump())
+
+    def input_spec(self) -> InputSpec:
+        return InputSpec()
+
+    def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
+        for name, parameter in self.named_parameters():
+            init.normal_(parameter, prefix + name, std=0.5)
+
+    def forward(self, **batch: Any) -> Any:
+        if os.environ.get("RANK") == str(self._fail_rank):
+            raise RuntimeError(self._fail_with)
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x.to(block.weight.dtype))
+        return ModelOutput(loss=x.float().square().mean())
+
+
+@register_container("cfg_container")
+class CfgContainer(ModelContainer):
+    """An encoder and a predictor."""
+
+    class Options(Options):
+        mode: str = "plain"
+
+    checkpoint_submodels = ("predictor",)
+
+    def forward(self, **batch: Any) -> ModelOutput:
+        return self.get_sub_models()["predictor"](**batch)
+
+
+@register_dataset("cfg_numbers")
+class CfgNumbers:
+    """Vectors of random numbers."""
+
+    class Options(Options):
+        samples: int = Field(default=8, ge=1)
+        width: int = 4
+
+    def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
+        self.options = self.Options.model_validate(config)
+
+    def __len__(self) -> int:
+        return self.options.samples
+
+    def bucket(self, index: int) -> Hashable:
+        return 0
+
+    def tokens(self, index: int) -> int:
+        return 1
+
+    def load(self, index: int, sample_key: int) -> Mapping[str, Tensor]:
+        return {"x": torch.full((self.options.width,), float(index + 1))}
