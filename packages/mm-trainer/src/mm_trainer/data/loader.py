@@ -226,6 +226,7 @@ def make_torch_loader(reader: SampleReader, batches: Any, workers: WorkerOptions
         prefetch_factor=workers.prefetch_factor if parallel else None,
         multiprocessing_context=method if parallel else None,
         collate_fn=join,
+        generator=torch.Generator(),  # torch draws the workers' seeds from it: leave the global generator alone
     )
 
 
