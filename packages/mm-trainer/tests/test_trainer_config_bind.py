@@ -114,6 +114,8 @@ def test_a_mix_takes_what_stands_beside_its_list(tmp_path: Path) -> None:
     assert [binding.params for binding in bind(again).datasets] == [first.params, second.params]
     error = fails(tmp_path, CONTAINER, f"data.dataset_param={mix}", "data.dataset_param.datasets.1.widht=3")
     assert error.key == "data.dataset_param.datasets.1.widht"
+    error = fails(tmp_path, CONTAINER, f"data.dataset_param={mix}", "data.dataset_param.widht=3")
+    assert error.key == "data.dataset_param.datasets.0.widht"
 
 
 # --- files and variables ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Start the ranks of one node through torch's elastic agent, and say once what went wrong.
 
 The agent starts a process per rank, starts them again if asked to, and ends all when one fails. What it does not do is
-done here: pass SIGTERM on and wait for the ranks' checkpoint, print the first error and its rank, hand on the exit code.
+done here: pass SIGTERM on and wait for the ranks' checkpoint, print the first error and its rank, return its exit code.
 """
 
 from __future__ import annotations

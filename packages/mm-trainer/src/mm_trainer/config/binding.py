@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel as PydanticModel
 
 from mm_checkpoint.config import WeightSourceConfig
 from mm_trainer import registry
-from mm_trainer.config.data import DatasetEntry, DatasetParam, MixEntry
+from mm_trainer.config.data import DatasetEntry, DatasetParam
 from mm_trainer.config.diagnose import from_value_error, located, validate
 from mm_trainer.config.document import Document, split_key
 from mm_trainer.config.fields import OpenSection, absolute_paths, keys_of
@@ -109,7 +109,8 @@ class _Binder:
         for i, module in enumerate(config.training.plugin):
             self._load(registry.import_plugin, module, f"training.plugin.{i}")
         self._check_files(config)
-        container_class, container_options = None, NoOptions()
+        container_class: type[ModelContainer] | None = None
+        container_options: Options = NoOptions()
         pipeline_class = None
         if model.models is not None:
             container_keys = {k: v for k, v in keys_of(ModelConfig).items() if k not in SINGLE_MODEL_KEYS}
@@ -177,14 +178,15 @@ class _Binder:
                 blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
                 raise self._error(str(error), f"{key}.{blamed}") from error
             return source
+        absent = set()
         for field in ("checkpoint_path", "from_pretrained"):
             path = getattr(source, field)
             if path is not None and not os.path.exists(path):
                 if not path.startswith("$"):  # an undefined variable has been noted
                     self._note(f"{path} isn't here", f"{key}.{field}")
-                source = replace(source, **{field: None})
+                absent.add(field)
                 self._without_source.add(name)
-        return source
+        return WeightSourceConfig(**{k: v for k, v in asdict(source).items() if k not in absent})
 
     # --- data -----------------------------------------------------------------------------------------------------
 
@@ -195,28 +197,26 @@ class _Binder:
             return (), None
         key = f"data.{section}"
         if param.datasets is None:
-            binding, extras = self._dataset(DatasetEntry(**_given(param)), key)
-            return (binding,), param.model_copy(update=extras)
-        shared = _given(param)
+            binding, extras = self._dataset(param, key)
+            return (binding,), param.model_copy(update=dict(extras))
         bindings, entries = [], []
         for i, entry in enumerate(param.datasets):
-            complete = MixEntry(**shared | _given(entry))
-            binding, extras = self._dataset(complete, f"{key}.datasets.{i}")
+            binding, extras = self._dataset(entry, f"{key}.datasets.{i}")
             bindings.append(replace(binding, weight=entry.weight, repeats=entry.repeats))
-            entries.append(complete.model_copy(update=extras))
-        return tuple(bindings), DatasetParam(datasets=tuple(entries))
+            entries.append(entry.model_copy(update=dict(extras)))
+        return tuple(bindings), param.model_copy(update={"datasets": tuple(entries)})
 
     def _dataset(self, entry: DatasetEntry, key: str) -> tuple[DatasetBinding, Mapping[str, Any]]:
         """The binding of one data set, and its own keys with absolute paths."""
         assert entry.dataset_type is not None  # the section refuses it
         factory = self._load(registry.load_dataset_factory, entry.dataset_type, f"{key}.dataset_type")
-        extras: Mapping[str, Any] = entry.extras
+        extras = entry.extras
         options_class = getattr(factory, "Options", None)
         if isinstance(options_class, type) and issubclass(options_class, PydanticModel):
             shared = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer and str(entry.tokenizer)}
             values = extras | {name: shared[name] for name in shared.keys() & options_class.model_fields.keys()}
             options = validate(
-                options_class, values, self._document, split_key(key), known=section_keys(), beside=keys_of(MixEntry)
+                options_class, values, self._document, split_key(key), known=section_keys(), beside=keys_of(type(entry))
             )
             options = absolute_paths(options, self._document.environment.cwd)
             extras = {name: value for name, value in options.model_dump().items() if name not in shared}
@@ -294,8 +294,3 @@ class _Binder:
             raise located(self._document, error) from error
         except ValueError as error:
             raise from_value_error(self._document, error, split_key(key)) from error
-
-
-def _given(section: OpenSection) -> dict[str, Any]:
-    """The keys that were written for one data set, plugin keys included."""
-    return {name: getattr(section, name) for name in section.model_fields_set if name != "datasets"}

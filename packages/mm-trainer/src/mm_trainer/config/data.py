@@ -19,7 +19,7 @@ class DatasetEntry(OpenSection):
 
 
 class MixEntry(DatasetEntry):
-    """One data set of a mix; what it leaves out is taken from beside the list."""
+    """One data set of a mix."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Share in the mix, relative to the others'; null for all of them: as large as each is."""
@@ -31,7 +31,7 @@ class DatasetParam(DatasetEntry):
     """One data set, or several mixed."""
 
     datasets: tuple[MixEntry, ...] | None = Field(default=None, min_length=1)
-    """Data sets to mix."""
+    """Data sets to mix; keys beside this list hold for all of them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -91,7 +91,7 @@ def read_document(
     root = _Reader(environment, read_recipe).read(reference, base=environment.cwd)
     for override in overrides:
         root = _override(root, override)
-    root = _rename_aliases(root)
+    root = _complete_mixes(_rename_aliases(root))
     undefined: list[Undefined] = []
     root = _expand(root, environment, undefined, ())
     return Document(root, reference, environment, tuple(undefined))
@@ -224,6 +224,7 @@ def _rename_in(node: Node, path: Path) -> Node:
         return node
     result: dict[str, Node] = {}
     written: dict[str, str] = {}
+    key: str
     for key, value in node.value.items():
         name = _ALIASES.get(key, key)
         if name in result:
@@ -231,6 +232,28 @@ def _rename_in(node: Node, path: Path) -> Node:
             raise ConfigError(message, key=dotted((*path, key)), file=value.file, line=value.line)
         result[name], written[name] = value, key
     return replace(node, value=result)
+
+
+def _complete_mixes(root: Node) -> Node:
+    """Keys that stand beside a list of data sets hold for each of them that doesn't state its own."""
+    data = root.value.get("data")
+    if data is None or not isinstance(data.value, dict):
+        return root
+    completed = {
+        key: _complete_mix(node) if key.endswith("dataset_param") else node for key, node in data.value.items()
+    }
+    return replace(root, value={**root.value, "data": replace(data, value=completed)})
+
+
+def _complete_mix(param: Node) -> Node:
+    mix = param.child("datasets")
+    if mix is None or not isinstance(mix.value, list):
+        return param
+    shared = {key: node for key, node in param.value.items() if key != "datasets"}
+    entries = [
+        replace(entry, value=shared | entry.value) if isinstance(entry.value, dict) else entry for entry in mix.value
+    ]
+    return replace(param, value={"datasets": replace(mix, value=entries)})
 
 
 def _expand(node: Node, environment: Environment, undefined: list[Undefined], path: Path) -> Node:

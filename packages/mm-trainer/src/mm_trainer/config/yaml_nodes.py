@@ -142,6 +142,7 @@ class _Converter:
             if isinstance(node, yaml.SequenceNode):
                 self._refuse_tag(node, "seq")
                 return Node([self.convert(item) for item in node.value], self._file, at)
+            assert isinstance(node, yaml.ScalarNode)  # there is no fourth kind
             return Node(self._scalar(node), self._file, at, node.value, quoted=node.style in ("'", '"'))
         finally:
             self._open.pop()
