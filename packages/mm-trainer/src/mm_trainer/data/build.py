@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from mm_trainer.contracts.dataset import DatasetContext, MapDataset
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
+from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches, sample_table
 from mm_trainer.data.mixing import MixedDataset
-from mm_trainer.errors import ConfigError
+from mm_trainer.data.order import SampleTable
+from mm_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
-    from mm_trainer.config.data import DatasetEntry, DatasetParam
+    from mm_trainer.config.binding import DatasetBinding
     from mm_trainer.contracts.model import Tokenizer
 
 ValidationBatches = Callable[[], Iterator[dict[str, Any]]]
@@ -25,8 +27,8 @@ ValidationBatches = Callable[[], Iterator[dict[str, Any]]]
 def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> BatchLoader:
     """The training batches of this rank."""
     data, training = config.data, config.training
-    return BatchLoader(
-        open_dataset(data.dataset_param, bound, seed=training.seed),
+    loader = BatchLoader(
+        open_datasets(bound.datasets, bound, seed=training.seed),
         micro_batch_size=training.micro_batch_size,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
@@ -37,13 +39,16 @@ def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh)
         on_bad_sample=data.on_bad_sample,
         max_bad_fraction=data.max_bad_fraction,
     )
+    check_agreement(loader.order.samples, mesh.device)
+    return loader
 
 
 def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> ValidationBatches | None:
     """A function that starts one pass over the validation set; None if there is none."""
-    if config.data.val_dataset_param is None:
+    if not bound.val_datasets:
         return None
-    dataset = open_dataset(config.data.val_dataset_param, bound, seed=config.training.seed)
+    dataset = open_datasets(bound.val_datasets, bound, seed=config.training.seed)
+    check_agreement(sample_table(dataset), mesh.device)
 
     def batches() -> Iterator[dict[str, Any]]:
         return fixed_batches(
@@ -58,6 +63,25 @@ def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelM
     return batches
 
 
+def check_agreement(samples: SampleTable, device: torch.device) -> None:
+    """Refuse to start if ranks see different data: they would make different numbers of steps and wait for ever.
+
+    Raises:
+        DataError: with both numbers of samples; on all ranks.
+    """
+    if not dist.is_initialized():
+        return
+    mine = torch.tensor([len(samples), samples.digest], dtype=torch.int64, device=device)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if not torch.equal(least, most):
+        raise DataError(
+            f"the ranks see different data sets, of {int(least[0])} to {int(most[0])} usable samples "
+            f"(here {len(samples)}): is every file readable from every machine?"
+        )
+
+
 def worker_options(config: ResolvedConfig) -> WorkerOptions:
     """``data.dataloader_param``, with ``pin_memory: auto`` settled."""
     param = config.data.dataloader_param
@@ -65,32 +89,23 @@ def worker_options(config: ResolvedConfig) -> WorkerOptions:
     return WorkerOptions(num_workers=param.num_workers, prefetch_factor=param.prefetch_factor, pin_memory=pin)
 
 
-def open_dataset(param: DatasetParam, bound: BoundConfig, *, seed: int) -> MapDataset:
-    """Open one data set, or a mix of several, for the models of a configuration."""
-    if param.datasets is None:
-        return _open_single(param, param, bound, seed=seed)
-    weighted = [entry.weight for entry in param.datasets if "weight" in entry.model_fields_set]
-    return MixedDataset(
-        [_open_single(entry, param, bound, seed=seed) for entry in param.datasets],
-        repeats=[entry.repeats for entry in param.datasets],
-        weights=[entry.weight for entry in param.datasets] if weighted else None,
-    )
+def open_datasets(bindings: Sequence[DatasetBinding], bound: BoundConfig, *, seed: int) -> MapDataset:
+    """Open the data set of a section, or the mix of several, for the models of a configuration."""
+    spec = _input_spec(bound)
+    opened = [_open(binding, bound, spec, seed=seed) for binding in bindings]
+    if len(opened) == 1:
+        return opened[0]
+    weights = [1.0 if binding.weight is None else binding.weight for binding in bindings]
+    given = any(weight != 1.0 for weight in weights)
+    return MixedDataset(opened, repeats=[binding.repeats for binding in bindings], weights=weights if given else None)
 
 
-def _open_single(entry: DatasetEntry, shared: DatasetEntry, bound: BoundConfig, *, seed: int) -> MapDataset:
-    """Open one entry; keys it doesn't state come from ``shared``, the section around the list."""
-    from mm_trainer.registry import load_dataset_factory
-
-    name = entry.dataset_type or shared.dataset_type
-    if name is None:
-        raise ConfigError("names no data set type", key="data.dataset_param.dataset_type")
-    path = entry.tokenizer or shared.tokenizer
-    context = DatasetContext(
-        input_spec=_input_spec(bound),
-        tokenizer=_build_tokenizer(bound, str(path)) if path is not None else None,
-        seed=seed,
-    )
-    return load_dataset_factory(name)({**shared.extras, **entry.extras}, context)
+def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed: int) -> MapDataset:
+    params = dict(binding.params)
+    params.pop("dataset_type")
+    path = params.pop("tokenizer")
+    tokenizer = _build_tokenizer(bound, str(path)) if path is not None else None
+    return binding.factory(params, DatasetContext(input_spec=spec, tokenizer=tokenizer, seed=seed))
 
 
 def _input_spec(bound: BoundConfig) -> InputSpec:

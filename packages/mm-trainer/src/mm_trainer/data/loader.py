@@ -120,6 +120,7 @@ class BatchLoader:
             "step": self.step if step is None else step,
             "samples_per_step": self.order.samples_per_step,
             "num_samples": len(self.order.samples),
+            "samples_digest": self.order.samples.digest,
             "seed": self.order.seed,
         }
 

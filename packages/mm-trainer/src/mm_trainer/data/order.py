@@ -18,8 +18,10 @@ the same global batch on 1, 2 or 4 ranks is the same set of (sample, key).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +49,12 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.bucket)
 
+    @cached_property
+    def digest(self) -> int:
+        """A number that differs between tables that differ, equal on all ranks and machines; fits an int64."""
+        columns = np.stack([self.bucket, self.tokens]).astype("<i8")
+        return int.from_bytes(hashlib.blake2b(columns.tobytes(), digest_size=8).digest(), "little") >> 1
+
 
 @dataclass(frozen=True)
 class EpochOrder:
@@ -73,6 +81,14 @@ class EpochOrder:
         rows = np.argsort(-self.cost[step], kind="stable").reshape(-1, data_size)
         rows[1::2] = rows[1::2, ::-1]
         return rows[:, data_rank]
+
+    def imbalance(self, data_size: int) -> float:
+        """Share of the epoch's time that ranks wait for one another, if time goes with tokens.
+
+        Ranks meet in every micro-batch, so the largest one of each round counts: Σ largest / Σ mean − 1.
+        """
+        ordered = -np.sort(-self.cost, axis=1).reshape(-1, data_size)
+        return float(ordered.max(1).sum() / ordered.mean(1).sum() - 1)
 
 
 class DataOrder:
