@@ -14,6 +14,10 @@ _HOME = {
     "WorkerOptions": "loader",
     "build_loader": "build",
     "build_validation": "build",
+    "open_datasets": "build",
+    "scan": "scan",
+    "scan_tables": "scan",
+    "write_contact_sheet": "contact_sheet",
     "fixed_batches": "loader",
     "read_table": "metadata_formats",
 }

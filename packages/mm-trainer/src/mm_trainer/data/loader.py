@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 
 Places = list[tuple[int, int]]
 """A micro-batch before it is read: (sample number, sample key) of each sample."""
+
+
+class Reader(Protocol):
+    """What reads a place inside a worker."""
+
+    def __getitem__(self, place: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -212,8 +218,10 @@ def sample_table(dataset: MapDataset, max_samples: int | None = None) -> SampleT
     return SampleTable.build([dataset.bucket(i) for i in range(count)], [dataset.tokens(i) for i in range(count)])
 
 
-def make_torch_loader(reader: SampleReader, batches: Any, workers: WorkerOptions) -> DataLoader[Any]:
-    """A torch loader that reads lists of places.
+def make_torch_loader(
+    reader: Reader, batches: Iterable[Sequence[Any]], workers: WorkerOptions, collate: Callable[[Any], Any] = join
+) -> DataLoader[Any]:
+    """A torch loader that reads lists of places and joins what it got.
 
     Workers are forked where the system can: the data set's columns are then shared, not copied. Nothing that would not
     survive a fork exists by then, since files are opened inside `MapDataset.load` only.
@@ -222,11 +230,11 @@ def make_torch_loader(reader: SampleReader, batches: Any, workers: WorkerOptions
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     return DataLoader(
         reader,  # type: ignore[arg-type]  # torch asks for a Dataset where any __getitem__ will do
-        batch_sampler=batches,
+        batch_sampler=batches,  # type: ignore[arg-type]  # as long as it can be iterated over
         num_workers=workers.num_workers,
         prefetch_factor=workers.prefetch_factor if parallel else None,
         multiprocessing_context=method if parallel else None,
-        collate_fn=join,
+        collate_fn=collate,
         generator=torch.Generator(),  # torch draws the workers' seeds from it: leave the global generator alone
     )
 

@@ -49,6 +49,10 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.bucket)
 
+    def take(self, samples: NDArray[np.int64]) -> SampleTable:
+        """The table of some of the samples."""
+        return SampleTable(np.unique(self.bucket[samples], return_inverse=True)[1], self.tokens[samples])
+
     @cached_property
     def digest(self) -> int:
         """A number that differs between tables that differ, equal on all ranks and machines; fits an int64."""

@@ -1,0 +1,68 @@
+"""Looking through a data set before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from data_clips import WordTokenizer, context, write_clip
+from data_fakes import NumberDataset
+from PIL import Image
+from rich.console import Console
+
+from mm_trainer.data.contact_sheet import THUMBNAIL, write_contact_sheet
+from mm_trainer.data.loader import WorkerOptions
+from mm_trainer.data.scan import scan, scan_tables
+from mm_trainer.data.video import VideoDataset
+
+
+def test_a_set_is_reported_and_shown(tmp_path: Path) -> None:
+    """B062, B064: usable, skipped and why, buckets, cost of a step, and a picture."""
+    lines = ["video,prompt,width,height,num_frames,fps"]
+    for number in range(6):
+        tall = number % 2
+        write_clip(tmp_path / f"{number}.mp4", frames=8, height=64 if tall else 48, width=48 if tall else 64)
+        lines.append(f"{number}.mp4,{'word ' * (3 + 2 * number)},,,,")
+    write_clip(tmp_path / "short.mp4", frames=3)
+    (tmp_path / "zero.mp4").touch()
+    lines += ["short.mp4,x,,,,", "zero.mp4,x,,,,", "gone.mp4,x,64,48,40,16"]
+    (tmp_path / "m.csv").write_text("\n".join(lines))
+    config = {"data_path": tmp_path / "m.csv", "buckets": [[5, 48, 64], [5, 64, 48]]}
+    data = VideoDataset(config, context(tokenizer=WordTokenizer(8)))
+    seen: list[tuple[int, int]] = []
+    result = scan(
+        data,
+        micro_batch_size=1,
+        data_size=2,
+        workers=WorkerOptions(num_workers=2),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (7, 7)
+    assert (result.report.rows, result.report.usable, result.report.bad) == (9, 6, 2)
+    assert [(bucket.bucket, bucket.samples, bucket.tokens) for bucket in result.buckets] == [
+        ("5×48×64", 3, 24),
+        ("5×64×48", 3, 24),
+    ]
+    assert result.steps_per_epoch == 3
+    assert result.step_tokens == (48, 48, 48)
+    assert result.full_texts == 3
+    console = Console(record=True, width=200)
+    for table in scan_tables(result):
+        console.print(table)
+    text = console.export_text()
+    assert "6 of 9" in text
+    assert "too short" in text
+    assert "gone.mp4" in text
+    write_contact_sheet(result.glimpses, tmp_path / "sheet.png")
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    assert sheet.shape[0] > 3 * THUMBNAIL
+    assert sheet.std() > 10
+
+
+def test_a_foreign_set_is_scanned_too() -> None:
+    result = scan(NumberDataset([0] * 5 + [1] * 3, bad=[1, 2]), micro_batch_size=2)
+    assert result.report.bad == 2
+    assert {bucket.samples for bucket in result.buckets} == {3}
+    nothing = scan(NumberDataset([0] * 3, bad=range(3)), micro_batch_size=2)
+    assert nothing.report.usable == 0
+    assert nothing.steps_per_epoch == 0
