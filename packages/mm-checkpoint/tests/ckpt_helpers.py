@@ -12,7 +12,7 @@ from torch import nn
 from mm_checkpoint import KeyMap
 
 KEY_MAP = KeyMap(
-    "toy",
+    "ckpt_toy",
     exact={"norm_out.weight": "norm.weight", "scale": "scale"},
     rules=[("layers.{n}.proj_{s}.{p}", "blocks.{n}.{s}.{p}"), ("embed.{p}", "token.{p}"), ("out.{p}", "head.{p}")],
 )

@@ -43,7 +43,12 @@ def write_tensor(file: DurableFile, name: str, tensor: torch.Tensor) -> Extent:
         tensor = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
     else:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-    torch.save(tensor, file)  # type: ignore[arg-type]  # it has the methods that torch.save uses
+    try:
+        torch.save(tensor, file)  # type: ignore[arg-type]  # it has the methods that torch.save uses
+    except RuntimeError:
+        if file.failure is not None:  # torch.save replaces a full disk by an error about its archive
+            raise file.failure from None
+        raise
     return Extent(name, start, file.tell() - start)
 
 

@@ -97,6 +97,8 @@ class DurableFile:
 
     def __init__(self, path: Path, *, checksum: bool = True, sync: bool = True) -> None:
         self._path = path
+        self.failure: OSError | None = None
+        """What the disk said, for callers that write through a library which hides it."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         self._crc: int | None = 0 if checksum else None
@@ -111,14 +113,22 @@ class DurableFile:
             piece = view[start : start + WRITE_PIECE]
             if self._crc is not None:
                 self._crc = zlib.crc32(piece, self._crc)
-            written = 0
-            while written < len(piece):
-                written += os.write(self._descriptor, piece[written:])
+            try:
+                self._put(piece)
+            except OSError as error:
+                error.filename = str(self._path)
+                self.failure = error
+                raise
             self._size += len(piece)
             self._unflushed += len(piece)
             if self._sync and self._unflushed >= FLUSH_EVERY:
                 self._start_flush()
         return len(view)
+
+    def _put(self, piece: memoryview) -> None:
+        written = 0
+        while written < len(piece):
+            written += os.write(self._descriptor, piece[written:])
 
     def flush(self) -> None:
         """Nothing is buffered here."""

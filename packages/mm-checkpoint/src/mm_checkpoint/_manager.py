@@ -79,8 +79,7 @@ class CheckpointManager:
         """
         self.wait()
         ranks = self._peers()
-        probe = ranks.together(lambda: self._make_probe(step) if ranks.is_first else None)[0]
-        assert probe is not None
+        probe = self.folder / ranks.together(lambda: self._make_probe(step) if ranks.is_first else "")[0]
         try:
             ranks.together(lambda: _files.await_shared(probe))
             if state is not None:
@@ -105,8 +104,8 @@ class CheckpointManager:
             The iteration's folder; with ``async_save`` it is complete only after `wait`.
 
         Raises:
-            DestinationError: the folder holds this iteration or a later one that this run didn't write, or it isn't
-                shared by all ranks.
+            DestinationError: the folder holds this iteration already, or a later one that this run didn't write, or it
+                isn't shared by all ranks.
             SaveError: the disk is full or refuses; what was complete before still is.
             TypeError, ValueError: a value that can't be stored, or that differs between ranks.
         """
@@ -120,6 +119,8 @@ class CheckpointManager:
                 raise ValueError(f"manifest: step {extra['step']} given while saving step {step}")
             if ranks.is_first:
                 self._check_foreign(step, inclusive=True)
+                if (target := self.folder / _discovery.iteration_name(step)).exists():
+                    raise DestinationError(f"{target}: already saved")
             return take_snapshot(state, is_first=ranks.is_first, staging=self._staging)
 
         snapshot = ranks.each(begin)
@@ -149,12 +150,12 @@ class CheckpointManager:
                 f"taken for newer than step {step}: save elsewhere, or resume from there"
             )
 
-    def _make_probe(self, step: int) -> Path:
+    def _make_probe(self, step: int) -> str:
         self._check_foreign(step, inclusive=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = _files.partial_path(self.folder / "probe")
         _files.write_bytes(probe, b"", sync=False)
-        return probe
+        return probe.name
 
     def latest(self) -> Path | None:
         """The complete iteration with the highest number; None if there is no iteration. Waits for a pending save.

@@ -55,8 +55,8 @@ def write_checkpoint(
         ValueError: plain values differ between ranks.
     """
     target = folder / iteration_name(step)
-    partial = ranks.together(lambda: _begin(target) if ranks.is_first else None)[0]
-    assert partial is not None
+    # The name is agreed on, not the path: a rank for which "the same" folder is another disk finds nothing there.
+    partial = folder / ranks.together(lambda: _begin(target).name if ranks.is_first else "")[0]
     try:
         ranks.together(lambda: _files.await_shared(partial))
         contributions = ranks.gather(dataclasses.replace(snapshot, chunks={}, values={}))

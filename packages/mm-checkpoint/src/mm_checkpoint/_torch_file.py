@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +55,7 @@ def _load(file: Path) -> dict[str, Any]:
     import torch
 
     try:
-        mapped = torch.serialization._is_zipfile(file.open("rb"))
-        content = torch.load(file, weights_only=True, map_location="cpu", mmap=mapped)
+        content = torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
     except Exception as error:  # torch raises half a dozen types here
         raise CorruptFileError(f"{file}: not readable with weights_only=True: {error}") from error
     while isinstance(content, Mapping) and not _is_table(content):
