@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "mm_models_wan": {"mm_checkpoint", "mm_parallel", "mm_trainer"},
 }
 # What is imported under another name than it is installed by.
-DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow"}
+DISTRIBUTION = {"yaml": "pyyaml", "PIL": "pillow", "pydantic_core": "pydantic"}
 MODEL_NAMES = re.compile(r"(?<![a-z])(wan|wan2|umt5|ltx|ltx2|hunyuan|cogvideo)(?![a-z])", re.IGNORECASE)
 
 

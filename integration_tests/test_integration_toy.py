@@ -37,9 +37,10 @@ def write_published_weights(folder: Path) -> Path:
     import json
 
     import torch
-    from mm_checkpoint import get_key_map
     from mm_models_toy.models import ToyPredictor
     from safetensors.torch import save_file
+
+    from mm_checkpoint import get_key_map
 
     folder.mkdir()
     architecture = dict(ToyPredictor.architectures["toy-small"])

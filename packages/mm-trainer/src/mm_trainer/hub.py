@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -181,22 +180,5 @@ def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
         return
     if spec.freeze:
         parameters = dict(model.named_parameters())
-        for name in match_parameters(parameters, spec.freeze, key=f"model.models.{spec.name}.freeze"):
+        for name in match_parameters(parameters, spec.freeze, key=f"{spec.key}.freeze"):
             parameters[name].requires_grad_(False)
-
-
-def summary_rows(built: BuiltModel) -> list[dict[str, Any]]:
-    """One row per sub-model for the start-up table."""
-    rows = []
-    for name, model in built.sub_models.items():
-        parameters = list(model.parameters())
-        rows.append(
-            {
-                "sub-model": name or type(model).__name__,
-                "parameters": sum(p.numel() for p in parameters),
-                "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-                "dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-                "weights": built.sources.get(name, "not loaded"),
-            }
-        )
-    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from mm_checkpoint import CheckpointManager
 from mm_parallel import ParallelMesh, default_device_type, process_group_backend
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
 from mm_trainer.config.environment import RankEnvironment
+from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.data import BatchLoader, build_loader, build_validation
 from mm_trainer.engine.conditions import Batch, ConditionBatcher
 from mm_trainer.engine.ema import WeightAverage
@@ -31,13 +33,16 @@ from mm_trainer.engine.optim import NamedOptimizer, build_optimizer
 from mm_trainer.engine.profiling import ProfileWindows
 from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.state import CheckpointIO, Progress
-from mm_trainer.hub import BuiltModel, build_model, summary_rows
+from mm_trainer.hub import BuiltModel, build_model
 
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainerConfig) -> int:
+def train(config: TrainerConfig, *, dry_run: bool = False) -> int:
     """Run the training that ``config`` describes; called once in every rank's process.
+
+    Args:
+        dry_run: one step, nothing saved; reports the memory peak.
 
     Returns:
         the exit code, 0. Whatever goes wrong raises: `InputError` for the user's input, anything else for a fault.
@@ -51,19 +56,25 @@ def train(config: TrainerConfig) -> int:
     if resolved.training.deterministic:
         torch.use_deterministic_algorithms(True)
     with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
-        run_training(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type))
+        run_training(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type), dry_run=dry_run)
+        if dry_run:
+            log.info("one step done, nothing saved; %s", describe_memory_peak())
     return 0
 
 
-def run_training(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> TrainEngine:
+def run_training(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
+) -> TrainEngine:
     """Build, load or resume, and train on the ranks of ``mesh``; the process group is initialised."""
-    engine = make_engine(config, bound, mesh)
+    engine = make_engine(config, bound, mesh, dry_run=dry_run)
     with engine.services.metrics:
         engine.train()
     return engine
 
 
-def make_engine(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> TrainEngine:
+def make_engine(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
+) -> TrainEngine:
     """Everything up to the first step; called on all ranks."""
     training, main_rank = config.training, mesh.rank == 0
     folder = Path(training.save)
@@ -96,22 +107,23 @@ def make_engine(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) 
     learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
     if main_rank:
         print_summary(built)
+    if main_rank and not dry_run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
     services = Services(
         # Condition batching takes batches ahead of their use, so the position follows from the step.
         data_state=lambda: loader.state_dict(step=progress.step),
-        checkpoints=checkpoints,
+        checkpoints=None if dry_run else checkpoints,
         metrics=MetricsWriter(
             folder,
             total_steps=learning_rate.total_steps,
             first_step=progress.step,
-            enabled=main_rank,
+            enabled=main_rank and not dry_run,
             tensorboard=config.tools.logging.tensorboard,
         ),
         requests=RequestWatcher(folder),
         profiles=_make_profiles(config, mesh, built, optimizers),
-        validation=build_validation(config, bound, mesh) if training.val_interval else None,
+        validation=build_validation(config, bound, mesh) if training.val_interval and not dry_run else None,
         ema=ema,
     )
     return TrainEngine(
@@ -123,6 +135,7 @@ def make_engine(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) 
         batches=_batches(loader, built, training, mesh),
         services=services,
         progress=progress,
+        last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
         reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
     )
 
@@ -219,13 +232,33 @@ def process_group(environment: RankEnvironment | None, device_type: str, *, time
         dist.destroy_process_group()
 
 
+def describe_memory_peak() -> str:
+    """This rank's largest use of memory so far, in words."""
+    device = torch.accelerator.current_accelerator()
+    if device is not None:
+        return f"device memory peak {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB"
+    # Linux counts in KiB.
+    return f"host memory peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+
+
 def print_summary(built: BuiltModel) -> None:
-    """The start-up tables: what was built and loaded, and how it is sharded."""
-    rows = summary_rows(built)
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    console = Console(stderr=True)
+    """What was built, where its weights came from, and how it is sharded."""
+    table = Table("sub-model", "model", "parameters", "trainable", "dtype")
+    for name, model in built.sub_models.items():
+        parameters = list(model.parameters())
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+        table.add_row(
+            name or "model",
+            built.specs[name].model_id,
+            f"{sum(p.numel() for p in parameters):,}",
+            f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+            ", ".join(dtypes),
+        )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(table)
+    for name, source in built.sources.items():
+        console.print(f"{name or 'model'} weights: {source}", markup=False)
     if built.parallel_report is not None:
-        console.print(str(built.parallel_report), highlight=False)
+        console.print(str(built.parallel_report), markup=False)
+    if isinstance(built.model, ModelContainer) and built.model.pipeline is not None:
+        console.print(f"pipeline: {built.model.pipeline.describe()}", markup=False)

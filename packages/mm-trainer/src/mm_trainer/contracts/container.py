@@ -11,7 +11,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
 from mm_trainer.contracts.model import BaseModel, Tokenizer
 from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
-from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
+from mm_trainer.contracts.spec import Options as BaseOptions
 
 
 class ModelContainer(nn.Module):
@@ -23,7 +24,7 @@ class ModelContainer(nn.Module):
     A subclass must declare :attr:`checkpoint_submodels`; it may declare :attr:`Options` and :attr:`pipeline_id`.
     """
 
-    Options: ClassVar[type[Options]] = NoOptions
+    Options: ClassVar[type[BaseOptions]] = NoOptions
     checkpoint_submodels: tuple[str, ...]
     """Components whose weights go into a checkpoint: all that are trained."""
     pipeline_id: ClassVar[str | None] = None
@@ -47,7 +48,7 @@ class ModelContainer(nn.Module):
         return cls.checkpoint_submodels
 
     @classmethod
-    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: BaseOptions, task: str | None) -> None:
         """Check what only this container can know (roles present, task known); raise `ConfigError`."""
 
     def get_sub_models(self) -> dict[str, BaseModel]:

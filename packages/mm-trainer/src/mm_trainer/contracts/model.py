@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
 from mm_parallel import ContextParallel, KeyedInitializer
-from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
+from mm_trainer.contracts.spec import Options as BaseOptions
 from mm_trainer.errors import ConfigError
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,7 +35,7 @@ class BaseModel(nn.Module):
     not to (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well).
     """
 
-    Options: ClassVar[type[Options]] = NoOptions
+    Options: ClassVar[type[BaseOptions]] = NoOptions
     key_map: ClassVar[str | None] = None
     """Name of the registered key map between weight files and this model's own names; None: the names are equal."""
     architectures: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -62,7 +63,7 @@ class BaseModel(nn.Module):
         if source is None:
             raise ConfigError(
                 f"{cls.__name__} is built with meta_init: false, which loads weights, but no source is named",
-                key=f"model.models.{spec.name}.from_pretrained",
+                key=f"{spec.key}.from_pretrained",
             )
         model.setup_weights(source, allow_missing=spec.source.allow_missing)
         return model
@@ -74,7 +75,7 @@ class BaseModel(nn.Module):
         Raises:
             ConfigError: neither is there, the name is unknown, or both are there and disagree.
         """
-        where = f"model.models.{spec.name}.architecture"
+        where = f"{spec.key}.architecture"
         named: dict[str, Any] | None = None
         if isinstance(spec.architecture, str):
             if spec.architecture not in cls.architectures:
@@ -87,7 +88,7 @@ class BaseModel(nn.Module):
             named = dict(spec.architecture)
         source = resolve_source(spec.source)
         on_disk = source.config if source is not None else None
-        if on_disk is None:
+        if source is None or on_disk is None:
             if named is None:
                 raise ConfigError(
                     f"no shapes for {spec.name}: no weight folder with a config.json is readable and there is no architecture",

@@ -84,3 +84,8 @@ class ModelSpec:
     task: str | None = None
     options: Options = field(default_factory=NoOptions)
     """Instance of the model class's ``Options``: the keys only this model knows."""
+
+    @property
+    def key(self) -> str:
+        """Dotted key of this sub-model's section in the configuration, for messages."""
+        return "model" if self.name == "model" else f"model.models.{self.name}"

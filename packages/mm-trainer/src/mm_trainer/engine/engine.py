@@ -77,6 +77,7 @@ class TrainEngine:
         batches: endless iterator over this rank's micro-batches.
         services: what surrounds the loop.
         progress: where the run stands; advanced in place.
+        last_step: where this process ends; default: where the schedule does.
         reduce_every_micro_step: see `mm_parallel.set_gradient_sync`.
     """
 
@@ -91,11 +92,13 @@ class TrainEngine:
         batches: Iterator[Batch],
         services: Services,
         progress: Progress,
+        last_step: int | None = None,
         reduce_every_micro_step: bool = False,
     ) -> None:
         self.built, self.model = built, built.model
         self.optimizers, self.mesh, self.config = optimizers, mesh, config
-        self.learning_rate, self.total_steps = learning_rate, learning_rate.total_steps
+        self.learning_rate = learning_rate
+        self.total_steps = learning_rate.total_steps if last_step is None else last_step
         self.batches, self.services, self.progress = batches, services, progress
         self.reduce_every_micro_step = reduce_every_micro_step
         self.guard = NumberGuard(config.nan_policy)

@@ -93,12 +93,12 @@ def _culprits(step: _Step) -> str:
     own: list[int] = []
     for keys, losses in zip(step.keys, step.losses, strict=False):
         own += keys[~torch.isfinite(losses).cpu()].tolist()
-    found = [own]
+    found: list[list[int]] = [own]
     if dist.is_initialized():
         found = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, own)
-    keys = sorted({key for part in found for key in part})
-    if not keys:
+    bad = sorted({key for part in found for key in part})
+    if not bad:
         return "every sample's loss is finite, so it arose in the backward"
-    shown = ", ".join(map(str, keys[:8])) + (", …" if len(keys) > 8 else "")
+    shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
     return f"the loss isn't finite for the sample(s) at position {shown} of the global data order"

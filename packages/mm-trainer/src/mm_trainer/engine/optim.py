@@ -26,7 +26,7 @@ class NamedOptimizer:
     """
 
     optimizer: Optimizer
-    names: Mapping[nn.Parameter, str]
+    names: Mapping[Tensor, str]
 
     def step(self, lr: float, found_inf: Tensor) -> None:
         """Update the parameters and drop the gradients.

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import CheckpointManager, resolve_source
+from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
 from mm_checkpoint.sources import find_source
+from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.optim import NamedOptimizer
 from mm_trainer.hub import BuiltModel
@@ -47,6 +48,8 @@ class CheckpointIO:
         ema: WeightAverage | None = None,
     ) -> None:
         self._manager, self._built, self._optimizers, self._ema = manager, built, optimizers, ema
+        # Element types of the original weight files, so that an export gives back what was loaded.
+        self._source_dtypes = {name: report.source_dtypes for name, report in built.loads.items()}
         self._digest = hashlib.sha256(resolved_config.encode()).hexdigest()
 
     def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
@@ -78,6 +81,8 @@ class CheckpointIO:
         if self._ema is not None:
             state["ema"] = self._ema.state()
         plain = self._manager.load(path, state)
+        for name, entry in read_manifest(path)["sub_models"].items():
+            self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
         for name in self._built.checkpointed:
             self._built.sub_models[name].post_load()
         train: dict[str, Any] = plain["train"]
@@ -91,12 +96,15 @@ class CheckpointIO:
         """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
         model, spec = self._built.sub_models[name], self._built.specs[name]
         source = resolve_source(spec.source)
-        pipeline = getattr(self._built.model, "pipeline", None)
+        has_shapes = spec.architecture is not None or (source is not None and source.config is not None)
+        container = self._built.model
+        pipeline = container.pipeline if isinstance(container, ModelContainer) else None
         return {
             "key_map": model.key_map,
             "source": str(source.path) if source is not None else None,
-            "source_config": type(model).read_architecture(spec),
+            "source_config": type(model).read_architecture(spec) if has_shapes else None,
             "export_folder": source.path.name if source is not None else name or "model",
             "prefix": f"{name}." if name else "",
+            "source_dtypes": self._source_dtypes.get(name),
             "schedule": pipeline.describe() if pipeline is not None else {},
         }

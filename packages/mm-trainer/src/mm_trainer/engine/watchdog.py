@@ -21,7 +21,7 @@ def watchdog(limit_s: float) -> Iterator[None]:
     if limit_s <= 0:
         yield
         return
-    faulthandler.dump_traceback_later(limit_s, repeat=False, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s, repeat=False, file=sys.__stderr__ or 2)
     try:
         yield
     finally:

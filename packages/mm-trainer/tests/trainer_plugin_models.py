@@ -1,0 +1,74 @@
+"""Code that isn't packaged: what `training.plugin: [trainer_plugin_models]` registers. A model without a container."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelOutput, ModelSpec, Options
+from mm_trainer.contracts.pipeline import PerSample
+from mm_trainer.randomness import keyed_generator
+from mm_trainer.registry import register_dataset, register_model
+
+VOCABULARY, WIDTH, PADDING = 11, 6, 0
+
+
+@register_model("single_regressor")
+class Regressor(BaseModel):
+    """Predicts a number from a row of ids; row `PADDING` of its table is a padding row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PADDING)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Regressor:
+        return cls()
+
+    def input_spec(self) -> InputSpec:
+        return InputSpec()
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        for name, parameter in self.named_parameters():
+            init.normal_(parameter, prefix + name, std=0.5)
+
+    def forward(self, ids: Tensor, target: Tensor, sample_key: Tensor, **other: Tensor) -> ModelOutput:
+        x = self.table(ids).mean(1)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        per_sample = (self.head(x).squeeze(1) - target).square()
+        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+
+
+@register_dataset("single_rows")
+class Rows:
+    """Rows of ids and a target; ``poison`` makes one sample's target NaN at one point of the order."""
+
+    class Options(Options):
+        samples: int = 32
+        poison: int = -1
+
+    def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
+        self.options = self.Options.model_validate(config)
+        self.seed = context.seed
+
+    def __len__(self) -> int:
+        return self.options.samples
+
+    def bucket(self, index: int) -> Hashable:
+        return 0
+
+    def tokens(self, index: int) -> int:
+        return 1
+
+    def load(self, index: int, sample_key: int) -> dict[str, Tensor]:
+        generator = keyed_generator(self.seed, "rows", index)
+        ids = torch.randint(1, VOCABULARY, (5,), generator=generator)
+        target = torch.tensor(float("nan")) if sample_key == self.options.poison else ids.float().mean() / VOCABULARY
+        return {"ids": ids, "target": target}
