@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import combinations, product
+
 import pytest
 import torch
-from par_models import Pipeline, batch, relative_error, whole
+import torch.distributed as dist
+from par_models import Denoiser, Pipeline, batch, relative_error, whole
 
 from mm_parallel import (
     ActivationOffloadPlan,
+    ContextParallel,
     FeaturesConfig,
     FSDPPlan,
     MeshSizes,
+    ParallelConfig,
     ParallelMesh,
     RecomputePlan,
     SubPlan,
@@ -20,18 +26,21 @@ from mm_parallel import (
     reset_frozen,
 )
 
-PATTERNS = ("text_encoder", "predictor.blocks.{*}", "predictor.head")
 LR = 1e-3
+CONTEXTS = {"no context": (1, 1), "u2": (2, 1), "r2": (1, 2), "u2r2": (2, 2), "u4": (4, 1), "r4": (1, 4)}
+LAYOUTS = ("fsdp", "hsdp", "sub-plans")
+MEMORY = ("none", "recompute", "offload", "both")
 
 
-def build(**options):
+def build(causal):
     torch.manual_seed(0)
-    return Pipeline(**options)
+    return Pipeline(causal=causal)
 
 
-def reference_run(samples, tokens, causal, steps=2):
-    """One process, plain torch: losses, gradients of the first step, norms, final parameters."""
-    model = build(causal=causal)
+@cache
+def one_process(samples, tokens, causal, steps=2):
+    """Plain torch: losses, norms, gradients of the first step, final parameters."""
+    model = build(causal)
     optimizer = torch.optim.AdamW(model.predictor.parameters(), lr=LR)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
@@ -42,18 +51,18 @@ def reference_run(samples, tokens, causal, steps=2):
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, gradients, dict(model.predictor.named_parameters())
+    return losses, norms, gradients, {n: p.detach() for n, p in model.predictor.named_parameters()}
 
 
-def parallel_run(rank, world, sizes, plan, features, tokens, causal, steps=2):
-    torch.manual_seed(0)
-    model = build(causal=causal)
+def four_ranks(rank, world, layout, context, memory, causal, tokens, steps=2):
+    sizes, plan = sizes_and_plan(layout, context)
     mesh = ParallelMesh.build(sizes)
+    model = build(causal)
     model.predictor.set_context_parallel(mesh.context_parallel())
-    apply_features(model, features)
+    apply_features(model, features(memory))
     subs = {"ae": model.ae, "text_encoder": model.text_encoder, "predictor": model.predictor}
     parallelize(model, mesh=mesh, plan=plan, sub_models=subs)
-    optimizer = torch.optim.AdamW(model.predictor.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.predictor.parameters(), lr=LR, fused=True)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         loss = model.loss(*batch(step * mesh.data_size + mesh.data_rank, tokens=tokens))
@@ -62,58 +71,142 @@ def parallel_run(rank, world, sizes, plan, features, tokens, causal, steps=2):
         gradients = gradients or {n: whole(p.grad).clone() for n, p in model.predictor.named_parameters()}
         norms.append(clip_grad_norm(model.predictor.parameters(), 1.0))
         mean = loss.detach() / world
-        torch.distributed.all_reduce(mean)
+        dist.all_reduce(mean)
         losses.append(mean)
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {n: whole(p.detach()) for n, p in model.predictor.named_parameters()}
-    return losses, norms, gradients, parameters
+    return losses, norms, gradients, {n: whole(p.detach()) for n, p in model.predictor.named_parameters()}
 
 
-def assert_equal(run, reference):
-    for (losses, norms, gradients, parameters), _ in zip(run, range(len(run)), strict=True):
-        for got, expected in zip(losses + norms, reference[0] + reference[1], strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
-        for name, expected in reference[2].items():
-            assert relative_error(gradients[name], expected) <= 1e-5, name
-        for name, expected in reference[3].items():
-            assert (parameters[name] - expected).abs().max() <= 0.02 * LR, name
+def all_of(rank, world, cases):
+    return [four_ranks(rank, world, *case) for case in cases]
 
 
-def plan(kind, world):
+def sizes_and_plan(layout, context):
+    """On 4 ranks; a trained sub-model's shards are a multiple of the context-parallel degree."""
+    ulysses, ring = CONTEXTS[context]
+    shard = 4 if layout == "fsdp" or (layout == "sub-plans" and ulysses * ring < 4) else 2
     sub_plans = {}
-    if kind == "sub-plans":
-        sub_plans = {"text_encoder": SubPlan(shard_size=2), "predictor": SubPlan(shard_size=world, trainable=True)}
-    return FSDPPlan(apply_modules=PATTERNS, ignored_modules=("ae",), param_dtype=None, sub_plans=sub_plans)
+    if layout == "sub-plans":
+        own = max(2, ulysses * ring)
+        sub_plans = {
+            "predictor": SubPlan(shard_size=own, trainable=True),
+            "text_encoder": SubPlan(shard_size=6 - shard),
+        }
+    plan = FSDPPlan(
+        apply_modules=("text_encoder", "predictor.blocks.{*}", "predictor.head"),
+        ignored_modules=("ae",),
+        param_dtype=None,
+        sub_plans=sub_plans,
+    )
+    if layout == "hsdp":  # cuts through context groups of 4: refused by the config, and exact all the same
+        return MeshSizes(2, 2, ulysses, ring), plan
+    config = ParallelConfig(
+        fully_shard_parallel_size=shard, ulysses_parallel_size=ulysses, ring_attention_size=ring, fsdp_plan=plan
+    )
+    return MeshSizes.resolve(config, 4), plan
 
 
-def features(kind):
-    patterns = ("predictor.blocks.{*}",)
+def features(memory):
+    blocks = ("predictor.blocks.{*}",)
     return FeaturesConfig(
-        recompute=kind in ("recompute", "both"),
-        recompute_plan=RecomputePlan(apply_modules=patterns),
-        enable_activation_offload=kind in ("offload", "both"),
-        activation_offload_plan=ActivationOffloadPlan(apply_modules=patterns, min_bytes=0),
+        recompute=memory in ("recompute", "both"),
+        recompute_plan=RecomputePlan(apply_modules=blocks),
+        enable_activation_offload=memory in ("offload", "both"),
+        activation_offload_plan=ActivationOffloadPlan(apply_modules=blocks, min_bytes=0),
     )
 
 
-CONTEXT = {"none": (1, 1), "u2": (2, 1), "r2": (1, 2), "u2r2": (2, 2), "u4": (4, 1), "r4": (1, 4)}
+def assert_equal(found, expected, case):
+    for got, reference in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-8, msg=lambda m: f"{case}: {m}")
+    for name, reference in expected[2].items():
+        assert relative_error(found[2][name], reference) <= 1e-5, (case, name)
+    for name, reference in expected[3].items():
+        assert (found[3][name] - reference).abs().max() <= 0.02 * LR, (case, name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "context", "memory", "causal", "tokens"),
-    [
-        ("fsdp", "none", "none", False, 24),
-        ("hsdp", "u2", "recompute", True, 75),
-        ("sub-plans", "r2", "both", False, 75),
-        ("fsdp", "u2r2", "both", True, 75),
-        ("fsdp", "u4", "offload", False, 75),
-        ("sub-plans", "r4", "none", True, 24),
-    ],
-)
-def test_four_ranks_equal_one_process(run_ranks, layout, context, memory, causal, tokens):
-    ulysses, ring = CONTEXT[context]
-    shard = 2 if layout == "hsdp" else 4
-    sizes = MeshSizes(replicate=4 // shard, shard=shard, ulysses=ulysses, ring=ring)
-    run = run_ranks(parallel_run, 4, sizes, plan(layout, 4), features(memory), tokens, causal)
-    assert_equal(run, reference_run(sizes.data, tokens, causal))
+def check(run_ranks, cases, timeout):
+    ranks = run_ranks(all_of, 4, cases, timeout=timeout)
+    for index, (layout, context, memory, causal, tokens) in enumerate(cases):
+        expected = one_process(sizes_and_plan(layout, context)[0].data, tokens, causal)
+        for found in ranks:
+            assert_equal(found[index], expected, (layout, context, memory, causal, tokens))
+
+
+def pairwise():
+    """All contexts with all memory features; layout, mask and length chosen so that every pair of values meets."""
+    for (c, context), (m, memory) in product(enumerate(CONTEXTS), enumerate(MEMORY)):
+        yield LAYOUTS[(c + m) % 3], context, memory, bool((m + c // 3) % 2), (75, 24)[(m // 2 + c) % 2]
+
+
+def test_the_subset_holds_every_pair_of_values():
+    values = (LAYOUTS, tuple(CONTEXTS), MEMORY, (False, True), (75, 24))
+    for i, j in combinations(range(5), 2):
+        assert {(case[i], case[j]) for case in pairwise()} == set(product(values[i], values[j]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks_equal_one_process(run_ranks, layout):
+    """B035, B048, B051, B055, B058: loss, every gradient, the norm, and the parameters after two AdamW steps."""
+    check(run_ranks, [case for case in pairwise() if case[0] == layout], timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "context"), list(product(LAYOUTS, CONTEXTS)))
+def test_four_ranks_equal_one_process_in_every_combination(run_ranks, layout, context):
+    """The whole matrix: memory features, masks, and lengths that divide and that don't."""
+    rest = product(MEMORY, (False, True), (75, 24))
+    check(run_ranks, [(layout, context, *one) for one in rest], timeout=600)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_numbers_of_ranks(run_ranks, world):
+    """B051: 2 and 3 ranks, all of them context parallel; heads that 3 doesn't divide go round the ring."""
+    sizes = MeshSizes(shard=world, ring=world)
+    for causal in (False, True):
+        for found in run_ranks(ring_only, world, sizes, causal):
+            for name, reference in one_process(1, 75, causal, 1)[2].items():
+                assert relative_error(found[name], reference) <= 1e-5, name
+
+
+def ring_only(rank, world, sizes, causal):
+    mesh = ParallelMesh.build(sizes)
+    model = build(causal)
+    model.predictor.set_context_parallel(mesh.context_parallel())
+    parallelize(model.predictor, mesh=mesh, plan=FSDPPlan(("blocks.{*}",), param_dtype=None))
+    model.loss(*batch(0, tokens=75)).backward()
+    return {n: whole(p.grad) for n, p in model.predictor.named_parameters()}
+
+
+def saved_bytes(rank, world, sizes):
+    """Bytes that the graph of one forward keeps on this rank: each storage once, parameters left out."""
+    mesh = ParallelMesh.build(sizes)
+    return bytes_kept(mesh.context_parallel())
+
+
+def bytes_kept(context_parallel):
+    torch.manual_seed(0)
+    model = Denoiser(dim=64, heads=4, layers=4, hidden=256)
+    model.set_context_parallel(context_parallel)
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x, t, _, _ = batch(0, tokens=1000)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x, t, torch.zeros(1, 5, 8)).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
+def test_activations_shrink_with_the_context_parallel_degree(run_ranks, ulysses, ring):
+    """At the level of the model, at most 1/degree + 0.10 of one rank's saved bytes."""
+    degree = ulysses * ring
+    alone = bytes_kept(ContextParallel.single())
+    for kept in run_ranks(saved_bytes, degree, MeshSizes(shard=degree, ulysses=ulysses, ring=ring)):
+        assert kept / alone <= 1 / degree + 0.10
