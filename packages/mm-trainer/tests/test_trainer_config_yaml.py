@@ -75,7 +75,7 @@ def test_anchors_and_merge_keys() -> None:
         ("a: 1\nb: 2\na: 3\n", 3, "given twice, first in line 1"),
         ("a:\n\t- 1\n", 2, "not valid YAML"),
         ("a: [1, 2\nb: 3\n", 2, "not valid YAML"),
-        ("a: 'open\n", 2, "not valid YAML"),
+        ("b: 1\na: 'open\nc: 2\n", 2, "not valid YAML"),
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
         ("a: !!python/object:os.system x\n", 1, "isn't allowed"),
         ("a: !thing {b: 1}\n", 1, "isn't allowed"),

@@ -75,7 +75,7 @@ class DataConfig(Section):
             if param is None or param.dataset_type is not None:
                 continue
             if param.datasets is None:
-                raise ValueError(f"{name}.dataset_type: is required and missing (or a list of datasets)")
+                raise ValueError(f"{name}.dataset_type: is required and missing")
             for i, entry in enumerate(param.datasets):
                 if entry.dataset_type is None:
                     raise ValueError(f"{name}.datasets.{i}.dataset_type: is required and missing")

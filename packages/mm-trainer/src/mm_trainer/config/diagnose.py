@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from mm_trainer.config.yaml_nodes import Node, Path
 from mm_trainer.errors import ConfigError
 
 T = TypeVar("T")
+
+MISSING = "is required and missing"
 
 _SHOWN = 10
 _FIELD = re.compile(r"(?P<field>[a-z_][\w.<>-]*)\s?(?P<joint>:\s|×|=)")
@@ -103,7 +105,7 @@ class _Diagnosis:
         if kinds & {"extra_forbidden", "unexpected_keyword_argument"}:
             return self._document.error(unknown_key(str(path[-1]), list(self._siblings(path)), self._known), path)
         if first["type"] == "missing":
-            return self._document.error("is required and missing", path)
+            return missing(self._document, path, self._siblings(path))
         if first["type"] == "value_error":
             return from_value_error(self._document, first["ctx"]["error"], path)
         expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
@@ -142,14 +144,40 @@ def _from_line(document: Document, message: str, at: Path) -> ConfigError:
     match = _FIELD.match(message)
     if match is None:
         return document.error(message, at)
+    placeholder, _, field = match["field"].rpartition("<sub-model>")
+    if placeholder:  # a class that doesn't know the name under which it stands
+        rest = message[match.end() :] if not field else field.removeprefix(".") + message[match.end("field") :]
+        return _from_line(document, rest.strip(), at)
     path = _find_field(document, match["field"].split("."), at)
     text = message[match.end() :].strip() if match["joint"].strip() == ":" else message
-    _, node = document.at(path)
-    if isinstance(node.value, list):  # the entry that the message quotes first, if it does
+    if text == MISSING:
+        return missing(document, path, ())
+    return document.error(text, _entry(document, path, text))
+
+
+def _entry(document: Document, path: Path, text: str) -> Path:
+    """Path of the list's entry that ``text`` quotes, if ``path`` is a list and the text quotes one."""
+    found, node = document.at(path)
+    if found == path and isinstance(node.value, list):
         for i, item in enumerate(node.value):
-            if text.startswith(repr(item.value)):
-                path = (*path, i)
-    return document.error(text, path)
+            if isinstance(item.value, str) and repr(item.value) in text:
+                return (*path, i)
+    return path
+
+
+def missing(document: Document, path: Path, siblings: Collection[str]) -> ConfigError:
+    """A required key that isn't there, or is there misspelt.
+
+    Args:
+        siblings: keys that are right at that place.
+    """
+    *parents, name = path
+    _, node = document.at(tuple(parents))
+    strangers = set(node.value or ()) - set(siblings) if isinstance(node.value, dict) else set()
+    misspelt = nearest(str(name), strangers)
+    if misspelt is None:
+        return document.error(MISSING, path)
+    return document.error(f"unknown key; did you mean {name}, which is required and missing?", (*parents, misspelt))
 
 
 def _find_field(document: Document, parts: list[str], at: Path) -> Path:
@@ -221,4 +249,4 @@ def located(document: Document, error: ConfigError) -> ConfigError:
     key = error.key
     if "models" not in document.plain().get("model", {}):
         key = key.replace("model.models.model", "model", 1)  # a single model has the keys of a sub-model itself
-    return document.error(error.message, split_key(key))
+    return document.error(error.message, _entry(document, split_key(key), error.message))

@@ -78,6 +78,9 @@ class ModelConfig(SubModelConfig):
     @model_validator(mode="after")
     def _check_container(self) -> Self:
         if self.models is None:
+            for name, value in self.extras.items():
+                if _holds_sub_models(value):
+                    raise ValueError(f"{name}: unknown key; sub-models stand under models")
             if self.pipeline is not None:
                 raise ValueError("pipeline: a single model has none; it computes its loss itself")
             return self
@@ -95,3 +98,8 @@ class ModelConfig(SubModelConfig):
     def key_of(self, name: str) -> str:
         """Dotted key of a sub-model in the configuration."""
         return "model" if self.models is None else f"model.models.{name}"
+
+
+def _holds_sub_models(value: Any) -> bool:
+    """Whether a plugin's key looks like ``models`` misspelt."""
+    return isinstance(value, dict) and any(isinstance(sub, dict) and "model_id" in sub for sub in value.values())

@@ -23,7 +23,7 @@ def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
     """
     broken = [located(config.document, error) for error in _broken_rules(config, world_size)]
     if broken:
-        raise combine_errors(broken)
+        raise combine_errors([*broken, *_suspects(config)])
     try:
         mesh = MeshSizes.resolve(config.parallel, world_size)
     except ValueError as error:
@@ -34,6 +34,16 @@ def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
     parallel = replace(config.parallel, fully_shard_parallel_size=mesh.shard, data_parallel_size=mesh.data)
     sections = {**config.sections(), "parallel": parallel, "training": training}
     return ResolvedConfig(**sections, document=config.document, world_size=world_size, mesh=mesh)
+
+
+def _suspects(config: TrainerConfig) -> Iterator[ConfigError]:
+    """Keys that only a plugin can judge, but that look like ours misspelt: maybe why a rule is broken."""
+    for name, sub in config.model.sub_models.items():
+        for key in sub.extras:
+            close = nearest(key, type(sub).model_fields, cutoff=0.8)
+            if close is not None:
+                error = ConfigError(f"is it meant to be {close}?", key=f"{config.model.key_of(name)}.{key}")
+                yield located(config.document, error)
 
 
 def smallest_world_size(config: TrainerConfig) -> int:

@@ -112,7 +112,8 @@ def parse_yaml(text: str, file: str, *, has_lines: bool = True) -> Node:
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        is_quote = "quoted scalar" in (error.context or "")  # whose end is missing; where it starts is of interest
+        mark = error.context_mark if is_quote else error.problem_mark
         said = ", ".join(part for part in (error.context, error.problem) if part)
         line = mark.line + 1 if mark is not None and has_lines else None
         raise ConfigError(f"not valid YAML: {said}", file=file, line=line) from error
