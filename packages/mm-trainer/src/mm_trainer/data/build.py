@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh)
     """The training batches of this rank."""
     data, training = config.data, config.training
     loader = BatchLoader(
-        open_datasets(bound.datasets, bound, seed=training.seed),
+        _open_section(config, bound, bound.datasets, "train"),
         micro_batch_size=training.micro_batch_size,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
@@ -47,7 +48,7 @@ def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelM
     """A function that starts one pass over the validation set; None if there is none."""
     if not bound.val_datasets:
         return None
-    dataset = open_datasets(bound.val_datasets, bound, seed=config.training.seed)
+    dataset = _open_section(config, bound, bound.val_datasets, "validation")
     check_agreement(sample_table(dataset), mesh.device)
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -61,6 +62,17 @@ def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelM
         )
 
     return batches
+
+
+def _open_section(
+    config: ResolvedConfig, bound: BoundConfig, bindings: Sequence[DatasetBinding], name: str
+) -> MapDataset:
+    """The clips of a section, or their conditions from ``data.cache``."""
+    if config.data.cache is None:
+        return open_datasets(bindings, bound, seed=config.training.seed)
+    from mm_trainer.data.build_cache import open_cache
+
+    return open_cache(Path(config.data.cache) / name, bindings, bound, seed=config.training.seed)
 
 
 def check_agreement(samples: SampleTable, device: torch.device) -> None:
@@ -103,9 +115,9 @@ def open_datasets(bindings: Sequence[DatasetBinding], bound: BoundConfig, *, see
 def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed: int) -> MapDataset:
     params = dict(binding.params)
     params.pop("dataset_type")
-    path = params.pop("tokenizer")
-    tokenizer = _build_tokenizer(bound, str(path)) if path is not None else None
-    return binding.factory(params, DatasetContext(input_spec=spec, tokenizer=tokenizer, seed=seed))
+    params.pop("tokenizer")
+    context = DatasetContext(input_spec=spec, tokenizer=build_tokenizer(binding, bound), seed=seed)
+    return binding.factory(params, context)
 
 
 def _input_spec(bound: BoundConfig) -> InputSpec:
@@ -119,7 +131,11 @@ def _input_spec(bound: BoundConfig) -> InputSpec:
     return InputSpec.merge(model.input_spec() for model in built.sub_models.values())
 
 
-def _build_tokenizer(bound: BoundConfig, path: str) -> Tokenizer | None:
+def build_tokenizer(binding: DatasetBinding, bound: BoundConfig) -> Tokenizer | None:
+    """The tokenise step of the data set's ``tokenizer`` folder; None if it names none."""
+    if binding.params["tokenizer"] is None:
+        return None
+    path = str(binding.params["tokenizer"])
     if bound.container_class is not None:
         return bound.container_class.build_tokenizer(bound.model_classes, bound.specs, path)
     ((name, model_class),) = bound.model_classes.items()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 THUMBNAIL = 160
-"""Width and largest height of a frame on the sheet, in pixels."""
+"""Longer side of a frame on the sheet, in pixels."""
 GAP, LINE, LINES, COLUMNS = 8, 14, 3, 2
 
 
@@ -32,7 +32,7 @@ def write_contact_sheet(glimpses: Sequence[Glimpse], path: Path) -> None:
     cell_width = SHEET_FRAMES * (THUMBNAIL + 2) + GAP
     cell_height = THUMBNAIL + LINES * LINE + 2 * GAP
     rows = max(1, -(-len(cells) // COLUMNS))
-    sheet = Image.new("RGB", (COLUMNS * cell_width + GAP, rows * cell_height + GAP), "white")
+    sheet = Image.new("RGB", (COLUMNS * cell_width + GAP, rows * cell_height + GAP), "lightgrey")
     draw = ImageDraw.Draw(sheet)
     for place, glimpse in enumerate(cells):
         left = GAP + place % COLUMNS * cell_width
@@ -41,17 +41,15 @@ def write_contact_sheet(glimpses: Sequence[Glimpse], path: Path) -> None:
             sheet.paste(frame, (left + number * (THUMBNAIL + 2), top))
         assert glimpse.frames is not None
         height, width = glimpse.frames.shape[1:3]
-        text = f"{glimpse.index}  {width}×{height}  {glimpse.caption or '(empty caption)'}"
+        text = f"{glimpse.index}  {width}x{height}  {glimpse.caption or '(empty caption)'}"
         lines = textwrap.wrap(text, width=cell_width // 7, max_lines=LINES, placeholder=" …")
         draw.multiline_text((left, top + THUMBNAIL + 2), "\n".join(lines), fill="black", spacing=2)
     sheet.save(path)
 
 
 def _frames(glimpse: Glimpse) -> list[Image.Image]:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     assert glimpse.frames is not None
-    images = [Image.fromarray(np.ascontiguousarray(frame)) for frame in glimpse.frames]
-    for image in images:
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-    return images
+    images = (Image.fromarray(np.ascontiguousarray(frame)) for frame in glimpse.frames)
+    return [ImageOps.contain(image, (THUMBNAIL, THUMBNAIL)) for image in images]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.report import DataReport, Reporting
+from mm_trainer.data.fingerprints import Fingerprinted, sample_fingerprint
+from mm_trainer.data.report import DataReport, copy_report
 
 
 class MixedDataset:
@@ -54,6 +55,12 @@ class MixedDataset:
         dataset, inner = self._locate(index)
         return dataset.load(inner, sample_key)
 
+    def fingerprint(self, index: int) -> str:
+        """The inner data set's; a sample that comes several times is one."""
+        dataset, inner = self._locate(index)
+        number = "" if isinstance(dataset, Fingerprinted) else f"{self.datasets.index(dataset)}-"
+        return number + sample_fingerprint(dataset, inner)
+
     def _locate(self, index: int) -> tuple[MapDataset, int]:
         which = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[which - 1]) if which else 0
@@ -63,7 +70,7 @@ class MixedDataset:
 def _merge_reports(datasets: Sequence[MapDataset]) -> DataReport:
     merged = DataReport(rows=0)
     for data in datasets:
-        report = data.report if isinstance(data, Reporting) else DataReport(rows=len(data))
+        report = copy_report(data)
         merged.rows += report.rows
         for entry in report.skipped.values():
             merged.absorb(entry)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from mm_trainer.contracts.dataset import MapDataset
+
 SHOWN = 3
 """Names that a message lists per reason."""
 
@@ -68,3 +70,12 @@ class Reporting(Protocol):
 
     @property
     def report(self) -> DataReport: ...
+
+
+def copy_report(dataset: MapDataset) -> DataReport:
+    """A data set's report, to add to; empty for one that doesn't report."""
+    own = dataset.report if isinstance(dataset, Reporting) else DataReport(rows=len(dataset))
+    report = DataReport(rows=own.rows)
+    for entry in own.skipped.values():
+        report.absorb(entry)
+    return report

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.loader import WorkerOptions, make_torch_loader, sample_table
 from mm_trainer.data.order import DataOrder
-from mm_trainer.data.report import DataReport, Reporting
+from mm_trainer.data.report import DataReport, copy_report
 from mm_trainer.errors import BadSample
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def scan(
         progress: called with (samples read, samples in all).
     """
     table = sample_table(dataset)
-    report = _copy_report(dataset)
+    report = copy_report(dataset)
     shown = _choose_shown(table.bucket, sheet_samples)
     glimpses, usable, full_texts = [], [], 0
     for done, glimpse in enumerate(_glimpse_all(dataset, shown, workers or WorkerOptions()), start=1):
@@ -182,14 +182,6 @@ def _glimpse_all(dataset: MapDataset, shown: frozenset[int], workers: WorkerOpti
 
 def _first(glimpses: Sequence[Glimpse]) -> Glimpse:
     return glimpses[0]
-
-
-def _copy_report(dataset: MapDataset) -> DataReport:
-    own = dataset.report if isinstance(dataset, Reporting) else DataReport(rows=len(dataset))
-    report = DataReport(rows=own.rows)
-    for entry in own.skipped.values():
-        report.absorb(entry)
-    return report
 
 
 def _choose_shown(bucket: NDArray[np.int64], count: int) -> frozenset[int]:

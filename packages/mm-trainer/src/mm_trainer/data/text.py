@@ -14,7 +14,10 @@ import html
 import re
 from typing import Literal
 
+import torch
+
 from mm_trainer.errors import DataError
+from mm_trainer.randomness import keyed_generator
 
 TextCleaning = Literal["whitespace", "basic", "caption"]
 
@@ -34,6 +37,13 @@ _REMOVED = [
     )
 ]
 _RUNS = re.compile(r"([\"'#*~_|<>{}()\[\]\\/:;,.!?=+-])\1{2,}")
+
+
+def draw_caption(seed: int, sample_key: int) -> tuple[float, float]:
+    """Two uniform numbers of one sample: the caption is dropped if the first is below the probability; the second picks
+    one of several."""
+    dropped, choice = torch.rand(2, generator=keyed_generator(seed, "caption", sample_key)).tolist()
+    return dropped, choice
 
 
 def clean(text: str, level: TextCleaning | None) -> str:

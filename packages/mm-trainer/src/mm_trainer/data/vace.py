@@ -18,6 +18,7 @@ from mm_trainer.data.reader import read_image, resize
 from mm_trainer.data.shaping import Bucket
 from mm_trainer.data.view import to_pixels
 
+VACE_COLUMNS = ("source", "mask", "reference")
 ReadFrames = Callable[[str, str], NDArray[np.uint8]]
 """(column, path) → (F, H, W, 3) in the clip's own view; images too."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -15,12 +16,13 @@ from pydantic import ValidationError
 
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.data.clips import ClipIndex
+from mm_trainer.data.fingerprints import file_digest
 from mm_trainer.data.metadata_formats import read_table
 from mm_trainer.data.reader import MediaError, MediaInfo
 from mm_trainer.data.report import DataReport
 from mm_trainer.data.shaping import Bucket, cover, floor_frames
-from mm_trainer.data.text import clean
-from mm_trainer.data.vace import load_vace, read_fitted
+from mm_trainer.data.text import clean, draw_caption
+from mm_trainer.data.vace import VACE_COLUMNS, load_vace, read_fitted
 from mm_trainer.data.video_options import VideoOptions, make_chooser
 from mm_trainer.data.view import View, read_view, to_pixels
 from mm_trainer.errors import BadSample, DataError
@@ -137,6 +139,16 @@ class VideoDataset:
             sample |= load_vace(self.table, row, sample["video"], read=read, read_reference=read_reference)
         return sample
 
+    def fingerprint(self, index: int) -> str:
+        """Digest of what a sample is made from: its row of the metadata, and its files' sizes, heads and tails."""
+        row = int(self.clips.row[index])
+        names = [self.table.media(row), *(path for column in VACE_COLUMNS for path in self.table.paths(column, row))]
+        words = [*names, *self.table.captions(row), str(self.table.number("first_frame", row))]
+        digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=16)
+        for name in names:
+            digest.update(file_digest(os.path.join(self.folder, name)))
+        return digest.hexdigest()
+
     def _draw_view(self, index: int, sample_key: int) -> View:
         """Start, crop and flip of one sample, drawn from its key."""
         generator = keyed_generator(self.context.seed, "augmentation", sample_key)
@@ -163,8 +175,7 @@ class VideoDataset:
             raise BadSample(f"{self.table.where(row, column)}: {file}", str(error)) from error
 
     def _caption(self, row: int, sample_key: int) -> str:
-        generator = keyed_generator(self.context.seed, "caption", sample_key)
-        dropped, choice = torch.rand(2, generator=generator).tolist()
+        dropped, choice = draw_caption(self.context.seed, sample_key)
         captions = self.table.captions(row)
         if dropped < self.options.caption_dropout:
             return ""

@@ -1,0 +1,354 @@
+"""Making the conditions cache: over all ranks, and on from where a killed run stopped.
+
+A sample is done when a shard that holds all its variants is in place; shards are written beside and renamed. What a
+kill interrupts is one shard per rank. The encoders may be sharded over the ranks, so every rank calls them equally
+often: ranks that have less to do encode something again and drop it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm_trainer.contracts.dataset import MapDataset
+from mm_trainer.data.bad_samples import Loaded, SampleReader
+from mm_trainer.data.cache import EMPTY, FORMAT, SETTINGS, SHARDS, check_settings, read_settings, trim_rows, write_index
+from mm_trainer.data.collate import collate
+from mm_trainer.data.fingerprints import sample_fingerprint
+from mm_trainer.data.loader import Places, WorkerOptions, make_torch_loader, sample_table
+from mm_trainer.data.order import SampleTable
+from mm_trainer.data.report import DataReport, copy_report
+from mm_trainer.errors import DataError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SHARD_SAMPLES = 1024
+"""A shard holds no more samples than this: its header is read with every sample."""
+Encode = Callable[[dict[str, Any]], Mapping[str, Tensor]]
+"""A collated batch → conditions, (B, …) each; no row may depend on another."""
+Tokenize = Callable[[Sequence[str]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a cache is written."""
+
+    variants: int = 1
+    """Crops and captions per sample, drawn anew for each; more than one makes sense for a data set that draws."""
+    micro_batch_size: int = 1
+    """Samples per call of the encoders."""
+    shard_bytes: int = 256 << 20
+    """A shard is written when it holds this much."""
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What `write_cache` did, over all ranks."""
+
+    encoded: int
+    """Samples encoded now."""
+    found: int
+    """Samples that were there already, repeats included."""
+    report: DataReport
+    """Samples that couldn't be read, and those left out at opening."""
+
+
+def write_cache(
+    folder: Path,
+    dataset: MapDataset,
+    encode: Encode,
+    *,
+    settings: Mapping[str, Any],
+    tokenizer: Tokenize | None = None,
+    options: CacheOptions | None = None,
+    data_rank: int = 0,
+    data_size: int = 1,
+    writes: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> CacheReport:
+    """Encode what isn't in the cache yet; called on all ranks.
+
+    Args:
+        folder: the cache; made, or gone on with.
+        dataset: the samples, without caption dropout (captions are dropped when the cache is read).
+        encode: the frozen encoders.
+        settings: what conditions depend on besides the samples: preprocessing and encoder weights; plain values.
+        tokenizer: the text encoder's tokenise step, for the empty prompt; None: the model reads no text.
+        options: sizes and workers.
+        data_rank: this rank's place among the data ranks.
+        data_size: number of data ranks.
+        writes: False on all but one of the ranks that share a sample.
+        progress: called with (batches encoded, batches in all) of this rank.
+
+    Raises:
+        DataError: the folder holds a cache made with other settings, the disk is too small, or nothing can be read.
+    """
+    options = options or CacheOptions()
+    table = sample_table(dataset)
+    keys = [sample_fingerprint(dataset, index) for index in range(len(dataset))]
+    done = _on_first_rank(lambda: _claim(folder, settings, options.variants))
+    todo = _first_of_each(keys, done)
+    probe = _first_readable(dataset)
+    names = sorted(encode(collate([probe])))
+    padded = _encode_empty_prompt(folder, encode, probe, tokenizer)
+    sink = _ShardWriter(folder / SHARDS, keys, set(padded), options, writes)
+    _check_space(folder, dataset, table, todo, encode, sink)
+    batches = _deal(table, todo, options, data_rank, data_size)
+    reader = SampleReader(dataset, table, seed=0, replace=False)
+    loader = make_torch_loader(reader, batches, options.workers, collate=list)
+    for number, (places, loaded) in enumerate(zip(batches, loader, strict=True), start=1):
+        sink.add(places, loaded, encode(_fill(loaded, probe, options.micro_batch_size)))
+        if progress is not None:
+            progress(number, len(batches))
+    sink.flush()
+    parts = _gather((sink.located, sink.bad))
+    located = done | {key: shard for part, _ in parts for key, shard in part.items()}
+    bad = {index: (where, reason) for _, part in parts for index, where, reason in part}
+    _on_first_rank(lambda: _finish(folder, keys, table, dataset, located, {"entries": names, "padded": padded}))
+    report = copy_report(dataset)
+    for where, reason in bad.values():
+        report.skip(where, reason, bad=True)
+    return CacheReport(encoded=len(todo) - len(bad), found=len(keys) - len(todo), report=report)
+
+
+def _first_of_each(keys: Sequence[str], done: Mapping[str, str]) -> list[int]:
+    """Samples to encode: those that aren't done, each fingerprint once."""
+    seen, todo = set(done), []
+    for index, key in enumerate(keys):
+        if key not in seen:
+            seen.add(key)
+            todo.append(index)
+    return todo
+
+
+def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str, str]:
+    """Make the folder or check that it was made alike; which samples are done (fingerprint → shard)."""
+    from safetensors import safe_open
+
+    wanted = {"format": FORMAT, "variants": variants, "settings": dict(settings)}
+    if (folder / SETTINGS).exists():
+        made_with = read_settings(folder)
+        check_settings(folder, made_with, settings)
+        if made_with["variants"] != variants:
+            raise DataError(f"{folder}: this cache holds {made_with['variants']} variants per sample, not {variants}")
+    elif folder.exists() and any(folder.iterdir()):
+        raise DataError(f"{folder}: neither empty nor a cache")
+    (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+    _replace(
+        folder / SETTINGS, lambda path: path.write_text(json.dumps(wanted, indent=1, default=str), encoding="utf-8")
+    )
+    done: dict[str, str] = {}
+    for path in sorted((folder / SHARDS).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            done |= dict.fromkeys(json.loads(file.metadata()["samples"]), path.name)
+    return done
+
+
+def _encode_empty_prompt(
+    folder: Path, encode: Encode, probe: Mapping[str, Any], tokenizer: Tokenize | None
+) -> dict[str, int]:
+    """Store the entries that depend on the prompt, for an empty one; returns their names and lengths.
+
+    Which entries these are is found by trying: they differ between two prompts.
+    """
+    if tokenizer is None:
+        return {}
+    from safetensors.torch import save_file
+
+    batch = collate([probe])
+    empty, other = (encode(batch | tokenizer([prompt])) for prompt in ("", "a prompt"))
+    texts = {name: value[0].cpu().contiguous() for name, value in empty.items() if not torch.equal(value, other[name])}
+    if not texts:
+        raise DataError("the encoders' output doesn't depend on the prompt, although there is a tokenizer")
+    _on_first_rank(lambda: _replace(folder / EMPTY, lambda path: save_file(texts, path)))
+    return {name: len(value) for name, value in texts.items()}
+
+
+def _check_space(
+    folder: Path, dataset: MapDataset, table: SampleTable, todo: Sequence[int], encode: Encode, sink: _ShardWriter
+) -> None:
+    """Say how large the cache will be, from one sample of every bucket, and refuse if the disk can't hold it."""
+    by_bucket: dict[int, list[int]] = defaultdict(list)
+    for index in todo:
+        by_bucket[int(table.bucket[index])].append(index)
+    need = 0
+    reader = SampleReader(dataset, table, seed=0, replace=True)
+    for members in by_bucket.values():
+        sample = reader[members[0], 0].sample
+        if sample is not None:
+            entries = sink.trim({name: value[0] for name, value in encode(collate([sample])).items()})
+            need += len(members) * sink.variants * sum(value.nbytes for value in entries.values())
+    free = shutil.disk_usage(folder).free
+    logger.info("%s: %d samples to encode, about %.2f GB", folder, len(todo), need / 1e9)
+    if need > free:
+        raise DataError(f"{folder}: about {need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+
+
+def _deal(
+    table: SampleTable, todo: Sequence[int], options: CacheOptions, data_rank: int, data_size: int
+) -> list[Places]:
+    """This rank's micro-batches, as many on every rank; a sample's variants stay on one rank."""
+    by_bucket: dict[int, list[int]] = defaultdict(list)
+    for index in todo:
+        by_bucket[int(table.bucket[index])].append(index)
+    per_rank: list[list[Places]] = [[] for _ in range(data_size)]
+    for members in by_bucket.values():
+        for rank, batches in enumerate(per_rank):
+            places = [(i, i * options.variants + v) for i in members[rank::data_size] for v in range(options.variants)]
+            size = options.micro_batch_size
+            batches.extend(places[start : start + size] for start in range(0, len(places), size))
+    most = max(map(len, per_rank))
+    mine = per_rank[data_rank]
+    return mine + [[] for _ in range(most - len(mine))]
+
+
+def _fill(loaded: Sequence[Loaded], probe: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """A batch of full size: what is missing (unreadable, or nothing left to do) is filled with what is there."""
+    samples: list[Mapping[str, Any]] = [item.sample for item in loaded if item.sample is not None] or [probe]
+    return collate(samples + samples[:1] * (size - len(samples)))
+
+
+class _ShardWriter:
+    """Collects encoded samples and writes them in shards.
+
+    Args:
+        folder: of the shards.
+        keys: fingerprint of every sample.
+        texts: names of the entries that end in zeros.
+        options: sizes.
+        writes: False only keeps count.
+    """
+
+    def __init__(self, folder: Path, keys: Sequence[str], texts: set[str], options: CacheOptions, writes: bool) -> None:
+        self.folder, self.keys, self.texts, self.writes = folder, keys, texts, writes
+        self.variants, self.shard_bytes = options.variants, options.shard_bytes
+        self.located: dict[str, str] = {}
+        """Fingerprint → shard, of what this rank wrote."""
+        self.bad: list[tuple[int, str, str]] = []
+        self._open: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
+        """Sample → variant → entries, while variants are missing."""
+        self._ready: dict[int, dict[int, dict[str, Tensor]]] = {}
+        self._bytes = 0
+
+    def add(self, places: Places, loaded: Sequence[Loaded], conditions: Mapping[str, Tensor]) -> None:
+        """Take the rows of a batch; those past ``places`` only filled it up."""
+        row = 0
+        for (index, key), item in zip(places, loaded, strict=True):
+            if item.sample is None:
+                self.bad.extend(item.bad)
+                continue
+            entries = self.trim({name: value[row] for name, value in conditions.items()})
+            row += 1
+            self._open[index][key % self.variants] = entries
+            self._bytes += sum(value.nbytes for value in entries.values())
+            if len(self._open[index]) == self.variants:
+                self._ready[index] = self._open.pop(index)
+        if self._bytes >= self.shard_bytes or len(self._ready) >= SHARD_SAMPLES:
+            self.flush()
+
+    def trim(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As they are stored: on the CPU, text without the zeros past its end."""
+        stored = {name: trim_rows(value) if name in self.texts else value for name, value in entries.items()}
+        return {name: value.detach().cpu().clone() for name, value in stored.items()}
+
+    def flush(self) -> None:
+        """Write what is complete as one shard."""
+        from safetensors.torch import save_file
+
+        complete = {self.keys[index]: variants for index, variants in self._ready.items()}
+        self._ready, self._bytes = {}, 0
+        if not complete or not self.writes:
+            return
+        name = f"{hashlib.blake2b(next(iter(complete)).encode(), digest_size=8).hexdigest()}.safetensors"
+        tensors = {
+            f"{key}/{variant}/{entry}": value
+            for key, variants in complete.items()
+            for variant, entries in variants.items()
+            for entry, value in entries.items()
+        }
+        _replace(
+            self.folder / name,
+            lambda path: save_file(tensors, path, metadata={"samples": json.dumps(list(complete))}),
+        )
+        self.located |= dict.fromkeys(complete, name)
+
+
+def _finish(
+    folder: Path,
+    keys: Sequence[str],
+    table: SampleTable,
+    dataset: MapDataset,
+    located: Mapping[str, str],
+    extra: Mapping[str, Any],
+) -> None:
+    rows = [index for index, key in enumerate(keys) if key in located]
+    if not rows:
+        raise DataError(f"{folder}: nothing could be encoded")
+    shards, buckets = sorted({located[keys[row]] for row in rows}), [str(dataset.bucket(row)) for row in rows]
+    shard_number = {name: number for number, name in enumerate(shards)}
+    bucket_number = {name: number for number, name in enumerate(dict.fromkeys(buckets))}
+    write_index(
+        folder,
+        fingerprints=[keys[row] for row in rows],
+        shard=[shard_number[located[keys[row]]] for row in rows],
+        bucket=[bucket_number[bucket] for bucket in buckets],
+        tokens=[int(table.tokens[row]) for row in rows],
+        extra={"shards": shards, "buckets": list(bucket_number), **extra},
+    )
+
+
+def _first_readable(dataset: MapDataset) -> Mapping[str, Any]:
+    reader = SampleReader(dataset, SampleTable.build([0] * len(dataset), [1] * len(dataset)), seed=0, replace=True)
+    loaded = reader[0, 0]
+    if loaded.sample is None:
+        _, where, reason = loaded.bad[0]
+        raise DataError(f"nothing can be read, {len(loaded.bad)} samples tried: {where}: {reason}")
+    return loaded.sample
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place and rename it there."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    partial.replace(path)
+
+
+def _on_first_rank(function: Callable[[], T]) -> T:
+    """Run on rank 0 alone and give all ranks what it returned, or the reason why it failed."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for it
+            failure, outcome[1] = error, str(error)
+    dist.broadcast_object_list(outcome)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise DataError(f"rank 0: {outcome[1]}")
+    value: T = outcome[0]
+    return value
+
+
+def _gather(value: T) -> Iterable[T]:
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
