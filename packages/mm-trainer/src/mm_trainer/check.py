@@ -132,4 +132,4 @@ def print_report(checked: Checked, console: Console) -> None:
         table.add_row(name, *counts, spec.dtype, source or missing)
     console.print(table)
     for note in checked.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
