@@ -90,7 +90,7 @@ def run(container: Wan22Container, batch: dict[str, Any], only: str | None = Non
     }
     trained: dict[str, list[int]] = {name: [] for name in optimizers}
     for step in range(STEPS):
-        name = container.activate_for_step(step)
+        (name,) = container.activate_for_step(step)
         if only not in (None, name):
             continue
         container(**{**batch, "sample_key": batch["sample_key"] + 10 * step}).loss.backward()
@@ -127,7 +127,7 @@ def idle_rank(rank: int, world_size: int, folder: Path) -> tuple[list[str], bool
     batch["sample_key"] = batch["sample_key"] + rank
     picks, sharded = [], True
     for step in range(STEPS):
-        picks.append(container.activate_for_step(step))
+        picks.extend(container.activate_for_step(step))
         container(**batch).loss.backward()
         idle = getattr(container, "predictor_2" if picks[-1] == "predictor" else "predictor")
         sharded &= all(isinstance(p, DTensor) for p in idle.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -57,7 +57,7 @@ class Wan22Container(ModelContainer):
 
     [Note: two experts in one run] One optimizer step trains one expert, drawn with the natural probability of its noise
     range and keyed by (seed, step), so that all ranks and micro-steps agree. Before a step's first micro-batch the
-    engine calls :meth:`activate_for_step` and steps the optimizer of the sub-model whose name it returns; the other one
+    engine calls :meth:`activate_for_step` and steps the optimizer of the sub-model that it names; the other one
     runs neither forward nor backward, so its gradients stay None and its parameters sharded.
     """
 
@@ -96,19 +96,18 @@ class Wan22Container(ModelContainer):
                 key="model.models",
             )
 
-    def activate_for_step(self, step: int) -> str:
-        """Choose the predictor that optimizer step ``step`` trains; forwards use it until the next call.
-
-        Returns:
-            its name among the sub-models.
-        """
+    def activate_for_step(self, step: int) -> Sequence[str]:
+        """Choose the predictor that the next step trains, after ``step`` finished ones; forwards use it from now on."""
         name = self._wan_pipeline.draw_predictor(step)
         self.activate(name)
-        return name
+        return (name,)
+
+    def validation_views(self) -> Sequence[str]:
+        """The two experts, where there are two: each is validated in its own noise range."""
+        return self.checkpoint_submodels if len(self.checkpoint_submodels) > 1 else ()
 
     def activate(self, name: str) -> None:
-        """Use this predictor, and its noise range, from now on: a validation goes through each of
-        ``checkpoint_submodels`` by name."""
+        """Use this predictor, and its noise range, from now on."""
         self._wan_pipeline.activate(name)
 
     @property

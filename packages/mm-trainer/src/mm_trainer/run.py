@@ -33,6 +33,7 @@ from mm_trainer.engine.optim import NamedOptimizer, build_optimizer
 from mm_trainer.engine.profiling import ProfileWindows
 from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.state import CheckpointIO, Progress
+from mm_trainer.engine.stepping import Stepping
 from mm_trainer.hub import BuiltModel, build_model
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ def make_engine(
         requests=RequestWatcher(folder),
         profiles=_make_profiles(config, mesh, built, optimizers),
         validation=build_validation(config, bound, mesh) if training.val_interval and not dry_run else None,
+        stepping=Stepping(built.model if isinstance(built.model, ModelContainer) else None),
         ema=ema,
     )
     return TrainEngine(

@@ -72,6 +72,25 @@ class ModelContainer(nn.Module):
             raise NotImplementedError(f"{type(self).__qualname__} has no pipeline and doesn't override forward")
         return self.pipeline.forward(self, **batch)
 
+    def activate_for_step(self, step: int) -> Sequence[str]:
+        """Choose what the optimizer step after ``step`` finished ones trains; forwards use it until the next call.
+
+        The choice must be a function of (seed, step), so that all ranks and all micro-batches agree. By default every
+        component that has something to train is trained by every step.
+
+        Returns:
+            names of the components whose optimizers are stepped.
+        """
+        return [n for n, c in self.get_sub_models().items() if any(p.requires_grad for p in c.parameters())]
+
+    def validation_views(self) -> Sequence[str]:
+        """Names to validate one after the other, each made current by `activate`; none: one validation as it is."""
+        return ()
+
+    def activate(self, name: str) -> None:
+        """Make one of `validation_views` current."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no views to choose from")
+
     def sample(self, requests: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Generate clips; optional."""
         raise NotImplementedError(f"{type(self).__qualname__} can't sample")

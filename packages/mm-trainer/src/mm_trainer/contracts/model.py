@@ -91,7 +91,7 @@ class BaseModel(nn.Module):
         if source is None or on_disk is None:
             if named is None:
                 raise ConfigError(
-                    f"no shapes for {spec.name}: no weight folder with a config.json is readable and there is no architecture",
+                    f"no shapes for {spec.name}: no readable weight folder has a config.json, and no architecture is given",
                     key=where,
                 )
             return named
@@ -138,13 +138,13 @@ class BaseModel(nn.Module):
         raise NotImplementedError(f"{type(self).__qualname__} doesn't implement input_spec")
 
     def flops(self, shape: Sequence[int]) -> int:
-        """Floating-point operations of one forward of one sample, multiply and add counted as two.
+        """Floating-point operations of one forward of one sample, multiply and add counted as two; 0: not counted.
 
         Args:
             shape: the sample's shape as this model's input has it, without the batch dim (a diffusion transformer:
                 ``(C, F, H, W)`` of the latents).
         """
-        raise NotImplementedError(f"{type(self).__qualname__} counts no FLOPs")
+        return 0
 
     def set_context_parallel(self, context_parallel: ContextParallel) -> None:
         """Take the object that splits, gathers and attends over a sequence. Models that hold no sequence ignore it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -36,6 +36,10 @@ class ModelOutput:
     loss: Tensor
     """0-dim float32: the mean over the micro-batch."""
     per_sample: PerSample | None = None
+    tokens: int = 0
+    """Length of all sequences of the micro-batch together, for the logs; 0 if not known."""
+    flops: int = 0
+    """Floating-point operations of the trained model's forward over the micro-batch; 0 if not known."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,13 @@ class GenerativePipeline(ABC):
         if conditions is None:
             conditions = self.prepare_conditions(container, batch)
         inputs = self.noising(container, conditions, batch)
-        return self.compute_loss(self.predict(container, inputs), inputs)
+        output = self.compute_loss(self.predict(container, inputs), inputs)
+        tokens, flops = self.work(container, inputs)
+        return replace(output, tokens=tokens, flops=flops)
+
+    def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
+        """Tokens and forward FLOPs of a micro-batch, for the logs; 0 where they aren't known."""
+        return 0, 0
 
     def describe(self) -> dict[str, Any]:
         """Plain values printed at start and stored in the checkpoint's manifest (schedule preset and its numbers)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,18 @@ class WeightAverage:
         self.average: dict[str, Tensor] = {n: p.detach().float().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the current weights in; sharded tensors are updated shard by shard, with no communication."""
-        averages = [_local(tensor) for tensor in self.average.values()]
-        weights = [_local(parameter).float() for parameter in self._parameters.values()]
+    def update(self, sub_models: Sequence[str] | None = None) -> None:
+        """Take the current weights in; sharded tensors are updated shard by shard, with no communication.
+
+        Args:
+            sub_models: only parameters of these, by the first part of their names; None, or an empty name: all. The
+                average of a sub-model that a step didn't train stays as it is.
+        """
+        names = list(self._parameters)
+        if sub_models is not None and "" not in sub_models:
+            names = [name for name in names if name.split(".", 1)[0] in sub_models]
+        averages = [_local(self.average[name]) for name in names]
+        weights = [_local(self._parameters[name]).float() for name in names]
         torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -32,8 +30,10 @@ from mm_trainer.engine.optim import NamedOptimizer
 from mm_trainer.engine.profiling import ProfileWindows
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.state import CheckpointIO, Progress
+from mm_trainer.engine.stepping import Stepping
 from mm_trainer.engine.validation import validate
 from mm_trainer.engine.watchdog import watchdog
+from mm_trainer.engine.window import LogWindow
 from mm_trainer.hub import BuiltModel
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Services:
         requests: stop and save requests from outside.
         profiles: recordings of a few steps.
         validation: makes the fixed validation batches anew at each call; None without a validation set.
+        stepping: which sub-models a step trains.
         ema: running average of the trained weights.
     """
 
@@ -62,6 +63,7 @@ class Services:
     requests: RequestWatcher
     profiles: ProfileWindows
     validation: Callable[[], Iterator[Batch]] | None = None
+    stepping: Stepping = field(default_factory=Stepping)
     ema: WeightAverage | None = None
 
 
@@ -119,19 +121,18 @@ class TrainEngine:
             self.services.checkpoints.close()
 
     def _loop(self) -> None:
-        window = _Window(self.mesh.device)
+        window = LogWindow(self.mesh, alternating=self.services.stepping.alternates)
         while self.progress.step < self.total_steps:
             step = self.progress.step + 1
             self.services.profiles.before(step)
             with watchdog(self.config.step_timeout_s or 0):
-                grad_norm, lr = self.train_step(window)
+                lr = self.train_step(window)
             self.services.profiles.after(step)
             request = self.services.requests.poll()
             last = step == self.total_steps
             if step % self.config.log_interval == 0 or last or request.stop:
                 self.guard.check()
-                self._log(window, grad_norm, lr)
-                window = _Window(self.mesh.device)
+                self._log(window, lr)
             if step % self.config.gc_interval == 0:
                 gc.collect()
             if last or (self.config.val_interval and step % self.config.val_interval == 0):
@@ -141,55 +142,46 @@ class TrainEngine:
                 log.info("asked to stop: ended after step %d of %d", step, self.total_steps)
                 return
 
-    def train_step(self, window: _Window) -> tuple[Tensor, float]:
-        """One optimizer step over ``gradient_accumulation_steps`` micro-batches.
-
-        Returns:
-            the global gradient norm before clipping (0-dim, on the device) and the learning rate.
-        """
-        lr = self.learning_rate.at(self.progress.step)
+    def train_step(self, window: LogWindow) -> float:
+        """One optimizer step over ``gradient_accumulation_steps`` micro-batches; returns its learning rate."""
+        step, timer = self.progress.step, window.timer
+        lr = self.learning_rate.at(step)
+        trained = self.services.stepping.begin(step, list(self.optimizers))
+        loss = torch.zeros((), device=self.mesh.device)
         for micro_step in range(self._accumulation):
-            self._micro_step(window, is_last=micro_step == self._accumulation - 1)
-        for frozen in self._frozen:
-            reset_frozen(frozen)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
-        found_inf = self.guard.step(self.progress.step + 1, grad_norm)
-        for optimizer in self.optimizers.values():
-            optimizer.step(lr, found_inf)
-        if self.services.ema is not None:
-            self.services.ema.update()
+            loss += self._micro_step(window, is_last=micro_step == self._accumulation - 1)
+        with timer.phase("optimizer"):
+            for frozen in self._frozen:
+                reset_frozen(frozen)
+            grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
+            found_inf = self.guard.step(step + 1, grad_norm)
+            for name in trained:
+                self.optimizers[name].step(lr, found_inf)
+            if self.services.ema is not None:
+                self.services.ema.update(trained)
         self.progress.step += 1
-        window.steps += 1
-        return grad_norm, lr
+        window.add_step(trained, loss, grad_norm)
+        return lr
 
-    def _micro_step(self, window: _Window, *, is_last: bool) -> None:
-        started = time.perf_counter()
-        batch = next(self.batches)
-        window.data_time += time.perf_counter() - started
+    def _micro_step(self, window: LogWindow, *, is_last: bool) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the step's loss (0-dim)."""
+        timer = window.timer
+        with timer.phase("data", host=True):
+            batch = next(self.batches)
         set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
-        output = self.model(**to_device(batch, self.mesh.device))
-        (output.loss / self._accumulation).backward()
-        window.loss += output.loss.detach() / self._accumulation
+        with timer.phase("forward"):
+            output = self.model(**to_device(batch, self.mesh.device))
+        with timer.phase("backward"):
+            (output.loss / self._accumulation).backward()
         self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)
         samples = len(batch["sample_key"]) * self.mesh.data_size
-        window.samples += samples
+        window.add_micro_batch(output, samples)
         self.progress.samples += samples
+        return output.loss.detach() / self._accumulation
 
-    def _log(self, window: _Window, grad_norm: Tensor, lr: float) -> None:
-        mean = window.loss / window.steps
-        if dist.is_initialized():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        seconds = time.perf_counter() - window.started
-        figures = {
-            "loss": float(mean),
-            "lr": lr,
-            "grad_norm": float(grad_norm),
-            "samples_per_s": window.samples / seconds,
-            "samples": self.progress.samples,
-            "step_time_s": seconds / window.steps,
-            "data_time_s": window.data_time / window.steps,
-        }
+    def _log(self, window: LogWindow, lr: float) -> None:
+        figures = window.close(lr)
+        figures["samples"] = self.progress.samples
         if self.guard.skipped:
             figures["skipped_steps"] = self.guard.skipped
         self.services.metrics.write("train", self.progress.step, figures)
@@ -197,8 +189,11 @@ class TrainEngine:
     def _validate(self) -> None:
         if self.services.validation is None:
             return
-        batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
-        figures = validate(self.model, batches, self.mesh)
+        figures: dict[str, float] = {}
+        for view in self.services.stepping.views():
+            batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
+            found = validate(self.model, batches, self.mesh)
+            figures |= {f"{view}/{name}" if view else name: value for name, value in found.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward, FSDP2 would leave trained roots gathered
@@ -211,17 +206,6 @@ class TrainEngine:
             return
         self.guard.check()  # a bad state never replaces a good checkpoint
         self.services.checkpoints.save(self.progress, self.services.data_state())
-
-
-class _Window:
-    """What has been gathered since the last log line; tensors stay on the device until then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.started = time.perf_counter()
-        self.steps = 0
-        self.samples = 0
-        self.data_time = 0.0
-        self.loss = torch.zeros((), device=device)
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:

@@ -130,5 +130,10 @@ class FlowMatchPipeline(GenerativePipeline):
             per_sample=PerSample(loss=per_sample.detach(), sigma=inputs.sigma.detach()),
         )
 
+    def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
+        predictor = container.get_sub_models()[self.predictor_role]
+        samples, _, *size = inputs.noised.shape
+        return samples * predictor.input_spec().tokens(*size), samples * predictor.flops(inputs.noised.shape[1:])
+
     def describe(self) -> dict[str, Any]:
         return self.schedule.describe()

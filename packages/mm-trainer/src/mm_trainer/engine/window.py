@@ -1,0 +1,112 @@
+"""The figures of the steps since the last log line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm_parallel import ParallelMesh
+from mm_trainer.contracts.pipeline import ModelOutput
+from mm_trainer.engine.timing import PhaseTimer
+
+SIGMA_BUCKETS = 5
+"""Losses are also averaged per fifth of σ: flow-matching losses swing with the noise level, so that only a bucket's
+curve shows whether a run is healthy."""
+
+
+class LogWindow:
+    """Gathers on the device what happens between two log lines; the host reads it once, when it is closed.
+
+    Args:
+        mesh: the ranks.
+        alternating: steps train different sub-models, so figures are wanted for each of them too.
+    """
+
+    def __init__(self, mesh: ParallelMesh, *, alternating: bool = False) -> None:
+        self._mesh, self._alternating = mesh, alternating
+        self.timer = PhaseTimer(mesh.device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps: list[_Step] = []
+        self._samples = self._tokens = self._flops = 0
+        self._buckets = torch.zeros(2, SIGMA_BUCKETS, device=self._mesh.device)
+
+    def add_micro_batch(self, output: ModelOutput, samples: int) -> None:
+        """Count a micro-batch of this rank; ``samples``: of all data ranks."""
+        self._samples += samples
+        self._tokens += output.tokens
+        self._flops += output.flops
+        if output.per_sample is not None:
+            index = (output.per_sample.sigma * SIGMA_BUCKETS).long().clamp(0, SIGMA_BUCKETS - 1)
+            self._buckets[0].index_add_(0, index, output.per_sample.loss.float())
+            self._buckets[1].index_add_(0, index, torch.ones_like(output.per_sample.loss, dtype=torch.float32))
+
+    def add_step(self, trained: Sequence[str], loss: Tensor, grad_norm: Tensor) -> None:
+        """Close an optimizer step.
+
+        Args:
+            trained: the sub-models it updated.
+            loss: this rank's mean over its micro-batches (0-dim).
+            grad_norm: equal on all ranks (0-dim).
+        """
+        self._steps.append(_Step("+".join(trained), loss, grad_norm))
+
+    def close(self, lr: float) -> dict[str, float]:
+        """The window's figures as plain numbers, equal on all ranks; begins the next window. Called on all ranks."""
+        losses = torch.stack([step.loss for step in self._steps])
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+            losses /= dist.get_world_size()
+            dist.all_reduce(self._buckets)
+        wall, phases = self.timer.close()
+        steps = len(self._steps)
+        figures = {
+            "loss": float(losses.mean()),
+            "lr": lr,
+            "grad_norm": float(self._steps[-1].grad_norm),
+            "samples_per_s": self._samples / wall,
+            "step_time_s": wall / steps,
+        }
+        if self._tokens:
+            figures["tokens_per_s"] = self._tokens * self._mesh.data_size / wall
+        if self._flops:
+            # A backward costs twice a forward; what is recomputed isn't counted. This rank's share of its group's work.
+            figures["tflops_per_rank"] = 3 * self._flops / self._mesh.context_size / wall / 1e12
+        figures |= {f"{name}_time_s": seconds / steps for name, seconds in phases.items()}
+        if self._alternating:
+            for name in sorted({step.trained for step in self._steps}):
+                chosen = [i for i, step in enumerate(self._steps) if step.trained == name]
+                figures[f"loss_{name}"] = float(losses[chosen].mean())
+                figures[f"grad_norm_{name}"] = float(self._steps[chosen[-1]].grad_norm)
+        figures |= self._by_sigma() | memory_figures()
+        self._reset()
+        return figures
+
+    def _by_sigma(self) -> dict[str, float]:
+        sums, counts = self._buckets.tolist()
+        edges = [i / SIGMA_BUCKETS for i in range(SIGMA_BUCKETS)]
+        return {f"loss_sigma_{edge:g}": s / n for edge, s, n in zip(edges, sums, counts, strict=True) if n}
+
+
+@dataclass(frozen=True)
+class _Step:
+    trained: str
+    loss: Tensor
+    grad_norm: Tensor
+
+
+def memory_figures() -> dict[str, float]:
+    """Memory of this rank, in GiB: of the device now and at its peak, or of the host process."""
+    if torch.accelerator.is_available():
+        return {
+            "memory_gib": torch.accelerator.memory_allocated() / 2**30,
+            "memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
+        }
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])  # pages of 4 KiB
+    return {"memory_gib": resident * 4096 / 2**30}
