@@ -157,9 +157,7 @@ def test_key_maps_come_from_entry_points(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert list_key_maps() == ["ckpt_toy", "gone", "twice", "wrong"]
     assert get_key_map("ckpt_toy") is toys.KEY_MAP
-    with pytest.raises(
-        KeyMapError, match=r"no key map 'ckpt_toi' .*installed: ckpt_toy, gone, twice, wrong.* did you mean ckpt_toy"
-    ):
+    with pytest.raises(KeyMapError, match="installed: ckpt_toy, gone, twice, wrong.* did you mean ckpt_toy"):
         get_key_map("ckpt_toi")
     with pytest.raises(KeyMapError, match="claimed by several distributions"):
         get_key_map("twice")
