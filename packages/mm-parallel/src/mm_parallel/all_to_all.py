@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 
 
 def swap_heads_and_tokens(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -30,10 +31,10 @@ class _Swap(torch.autograd.Function):
 
 def _swap(group: dist.ProcessGroup, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     n = group.size()
-    # (B, X, n, Y, D) → (n, B, Y, X, D): slice i goes to rank i, and already lies as its receiver wants it.
-    sent = [x.unflatten(2, (n, x.shape[2] // n)).permute(2, 0, 3, 1, 4).contiguous() for x in tensors]
+    # Slice i along n goes to rank i, and already lies as its receiver wants it.
+    sent = [rearrange(x, "b x (n y) d -> n b y x d", n=n).contiguous() for x in tensors]
     received = [torch.empty_like(x) for x in sent]
     works = [dist.all_to_all_single(r, s, group=group, async_op=True) for r, s in zip(received, sent, strict=True)]
     for work in works:
         work.wait()
-    return tuple(y.permute(1, 2, 0, 3, 4).flatten(2, 3) for y in received)
+    return tuple(rearrange(x, "n b y x d -> b y (n x) d") for x in received)

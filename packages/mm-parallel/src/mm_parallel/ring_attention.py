@@ -136,24 +136,28 @@ class _RingAttention(torch.autograd.Function):
 def _attend(q: torch.Tensor, kv: torch.Tensor, ring: _Ring) -> tuple[torch.Tensor, torch.Tensor]:
     """→ out in q's dtype, lse in fp32 or fp64."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(q.shape, dtype=wide)
-    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+    merged: tuple[torch.Tensor, torch.Tensor] | None = None
     for step in range(ring.size):
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None
         block = ring.block(step)
         if block is not None:
-            k, v = kv[0, :, :, : block.keys], kv[1, :, :, : block.keys]
-            out_block, lse_block = ring.kernel.forward(q[:, :, block.rows], k, v, block.causal, ring.scale)
-            _merge(out[:, :, block.rows], lse[:, :, block.rows], out_block.to(wide), lse_block.to(wide))
+            rows, keys = block.rows, block.keys
+            out, lse = ring.kernel.forward(
+                q[:, :, rows], kv[0, :, :, :keys], kv[1, :, :, :keys], block.causal, ring.scale
+            )
+            if merged is None:  # the first block holds all rows
+                merged = out.to(wide), lse.to(wide)
+            else:
+                _merge(merged[0][:, :, rows], merged[1][:, :, rows], out.to(wide), lse.to(wide))
         if hop is not None:
             kv = hop.wait()
-    return out.to(q.dtype), lse
+    assert merged is not None, "a sequence has at least one token"
+    return merged[0].to(q.dtype), merged[1]
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, out_block: torch.Tensor, lse_block: torch.Tensor) -> None:
     """Make ``out`` and ``lse`` those of both sets of keys, in place."""
-    weight = torch.sigmoid(lse_block - lse).unsqueeze(-1)
-    out.lerp_(out_block, weight)
+    out.lerp_(out_block, torch.sigmoid(lse_block - lse).unsqueeze(-1))
     lse.copy_(lse_block - F.logsigmoid(lse_block - lse))
 
 
@@ -161,9 +165,8 @@ def _attend_backward(
     dout: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, ring: _Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ dq and the gradient of this rank's keys and values, both fp32 or fp64; see [Note: Ring]."""
-    wide = lse.dtype
-    dq = torch.zeros_like(q, dtype=wide)
-    own = torch.zeros_like(kv, dtype=wide)
+    dq = torch.zeros_like(q, dtype=lse.dtype)
+    own = torch.zeros_like(kv, dtype=lse.dtype)
     gradient_hop = None
     for step in range(ring.size):
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None

@@ -1,0 +1,37 @@
+"""A plain transformer for the benchmarks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward, without context parallelism."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.ffn = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.ffn(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """(B, S, dim) → (B, S, dim)."""
+
+    def __init__(self, dim: int, layers: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim, heads, hidden) for _ in range(layers)])
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * 1.0  # not a view: FSDP2 would warn
