@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelContainer, ModelOutput, ModelSpec, Options
+from mm_trainer.errors import DataError
 from mm_trainer.registry import register_container, register_dataset, register_model
 
 
@@ -33,8 +34,12 @@ class CfgModel(BaseModel):
     def from_config(cls, spec: ModelSpec) -> Self:
         return cls(**spec.options.model_dump())
 
+    @property
+    def attention_heads(self) -> int:
+        return 6
+
     def input_spec(self) -> InputSpec:
-        return InputSpec()
+        return InputSpec(spatial_multiple=2)
 
     def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
         for name, parameter in self.named_parameters():
@@ -72,6 +77,11 @@ class CfgNumbers:
 
     def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
         self.options = self.Options.model_validate(config)
+
+    @classmethod
+    def check_input_spec(cls, params: Mapping[str, Any], input_spec: InputSpec) -> None:
+        if params["width"] % input_spec.spatial_multiple:
+            raise DataError(f"width {params['width']} is no multiple of {input_spec.spatial_multiple}")
 
     def __len__(self) -> int:
         return self.options.samples

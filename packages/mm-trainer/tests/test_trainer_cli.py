@@ -100,6 +100,13 @@ def test_check_needs_a_configuration(main: Main) -> None:
     assert (done.code, done.err[:26]) == (2, "error: CONFIG is missing: ")
 
 
+def test_check_reads_the_data(main: Main, tmp_path: Path) -> None:
+    done = main("check", write(tmp_path, SINGLE), "data.dataset_param.samples=5", "--data")
+    assert done.code == 0, done.err
+    assert re.search(r"usable\W+5 of 5", done.out)
+    assert (tmp_path / "contact_sheet.png").exists()
+
+
 def test_recipes_models_env(main: Main) -> None:
     listed = main("recipes")
     assert listed.code == 0

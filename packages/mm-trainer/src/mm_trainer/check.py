@@ -6,17 +6,36 @@ Loaded config → resolved for a number of ranks → plugins → a build on meta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, locate, resolve
 from mm_trainer.config.diagnose import from_value_error
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mm_trainer.contracts.spec import InputSpec
     from mm_trainer.hub import BuiltModel
+
+
+@runtime_checkable
+class ChecksInputSpec(Protocol):
+    """A data set factory that can tell from its keys alone whether its samples fit the models."""
+
+    def check_input_spec(self, params: Mapping[str, Any], input_spec: InputSpec) -> None:
+        """Raise `DataError` if they don't."""
+
+
+@runtime_checkable
+class HasAttentionHeads(Protocol):
+    """A model that splits its sequence; its heads must be divisible by the Ulysses degree."""
+
+    @property
+    def attention_heads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,8 @@ def check(config: TrainerConfig, world_size: int, *, require_files: bool) -> Che
     try:
         built = _build(bound, seed=config.training.seed)
         _check_patterns(resolved, built)
+        _check_heads(resolved, built)
+        _check_data(bound, built)
     except ConfigError as error:
         unknown = _unknown_shapes(error, bound)
         if unknown is None:
@@ -100,6 +121,67 @@ def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     match_parameters(trainable, training.no_decay_params, key="training.no_decay_params")
     for i, rule in enumerate(training.lr_scaling_plan):
         match_parameters(trainable, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules")
+
+
+def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:
+    from mm_parallel import check_heads
+
+    for model in built.sub_models.values():
+        if isinstance(model, HasAttentionHeads):
+            try:
+                check_heads(model.attention_heads, config.mesh.ulysses)
+            except ValueError as error:
+                raise from_value_error(config.document, error, ("parallel",)) from error
+
+
+def _check_data(bound: BoundConfig, built: BuiltModel) -> None:
+    """Frames and sizes of the samples against the models' strides."""
+    from mm_trainer.contracts import BaseModel, ModelContainer
+
+    assert isinstance(built.model, BaseModel | ModelContainer)  # the hub builds nothing else
+    spec = built.model.input_spec()
+    for binding in (*bound.datasets, *bound.val_datasets):
+        if isinstance(binding.factory, ChecksInputSpec):
+            try:
+                binding.factory.check_input_spec(binding.params, spec)
+            except DataError as error:
+                raise ConfigError(str(error), key=binding.key) from error
+
+
+def scan_data(checked: Checked, sheet: Path, console: Console) -> None:
+    """Read every sample of the training set once: tables of what is usable, and a picture of what the model will see.
+
+    Args:
+        sheet: where the picture goes, a PNG.
+
+    Raises:
+        DataError: nothing is usable.
+    """
+    from rich.progress import Progress
+
+    from mm_trainer.data.build import open_datasets, worker_options
+    from mm_trainer.data.contact_sheet import write_contact_sheet
+    from mm_trainer.data.scan import scan, scan_tables
+
+    config = checked.config
+    training = config.training
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("reading samples", total=None)
+        result = scan(
+            open_datasets(checked.bound.datasets, checked.bound, seed=training.seed),
+            micro_batch_size=training.micro_batch_size,
+            data_size=config.mesh.data,
+            accumulation=int(training.gradient_accumulation_steps),
+            seed=training.seed,
+            workers=worker_options(config),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for table in scan_tables(result):
+        console.print(table)
+    if not result.buckets:
+        raise DataError("no sample can be used")
+    write_contact_sheet(result.glimpses, sheet)
+    console.print(f"what the model will see: {sheet}", highlight=False, soft_wrap=True)
 
 
 def print_report(checked: Checked, console: Console) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -141,6 +142,12 @@ def check(
     files: Annotated[
         bool, typer.Option("--files", help="Missing files and variables are errors, as in train.")
     ] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Read every sample, too: what is usable, and a contact sheet of it.")
+    ] = False,
+    sheet: Annotated[Path, typer.Option(metavar="PNG", help="Where --data puts the contact sheet.")] = Path(
+        "contact_sheet.png"
+    ),
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configurations instead.")] = False,
 ) -> None:
     """Check CONFIG as far as possible without weights, data and ranks."""
@@ -160,10 +167,12 @@ def check(
     from rich.console import Console
 
     from mm_trainer.check import check as run_check
-    from mm_trainer.check import print_report
+    from mm_trainer.check import print_report, scan_data
 
-    checked = run_check(loaded, ranks, require_files=files)
+    checked = run_check(loaded, ranks, require_files=files or data)
     print_report(checked, Console())
+    if data:
+        scan_data(checked, sheet.absolute(), Console())
 
 
 @recipes_app.callback()

@@ -15,7 +15,7 @@ from mm_trainer import registry
 from mm_trainer.config.data import DatasetEntry, DatasetParam
 from mm_trainer.config.diagnose import from_value_error, located, validate
 from mm_trainer.config.document import Document, split_key
-from mm_trainer.config.fields import OpenSection, absolute_paths, keys_of
+from mm_trainer.config.fields import absolute_paths, keys_of
 from mm_trainer.config.model import SINGLE_MODEL_KEYS, ModelConfig, SubModelConfig
 from mm_trainer.config.schema import TrainerConfig, section_keys
 from mm_trainer.errors import ConfigError, PluginError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mm_trainer.contracts.spec import ModelSpec, Options
 
 T = TypeVar("T")
+AnyOptions = TypeVar("AnyOptions", bound=PydanticModel)
 
 
 @dataclass(frozen=True)
@@ -102,38 +103,30 @@ class _Binder:
         self._without_source: set[str] = set()
 
     def bind(self) -> BoundConfig:
-        from mm_trainer.contracts.spec import NoOptions
-
-        config, model = self._config, self._config.model
+        config = self._config
         self._check_variables()
         for i, module in enumerate(config.training.plugin):
             self._load(registry.import_plugin, module, f"training.plugin.{i}")
-        self._check_files(config)
-        container_class: type[ModelContainer] | None = None
-        container_options: Options = NoOptions()
-        pipeline_class = None
-        if model.models is not None:
-            container_keys = {k: v for k, v in keys_of(ModelConfig).items() if k not in SINGLE_MODEL_KEYS}
-            container_class = self._load(registry.load_container, model.model_id, "model.model_id")
-            container_options = self._options(container_class.Options, model, "model", container_keys)
-            pipeline_id = model.pipeline or container_class.pipeline_id
-            if pipeline_id is not None:
-                pipeline_class = self._load(registry.load_pipeline, pipeline_id, "model.pipeline")
-        bound_models = {name: self._model(name, sub) for name, sub in model.sub_models.items()}
-        specs = {name: spec for name, (_, spec) in bound_models.items()}
+        self._check_files()
+        container_class, container_options, pipeline_class = self._container()
+        bound = {name: self._model(name, sub) for name, sub in config.model.sub_models.items()}
+        specs = {name: spec for name, (_, spec) in bound.items()}
         if container_class is not None:
-            self._located(lambda: container_class.validate_specs(specs, container_options, model.task), "model")
+            self._validate_specs(container_class, specs, container_options)
         datasets, data_param = self._datasets("dataset_param")
         val_datasets, val_param = self._datasets("val_dataset_param")
-        data = config.data.model_copy(update={"dataset_param": data_param, "val_dataset_param": val_param})
         return BoundConfig(
-            config=replace(config, data=data),
+            config=replace(
+                config,
+                model=_with_options(config.model, container_options, specs),
+                data=config.data.model_copy(update={"dataset_param": data_param, "val_dataset_param": val_param}),
+            ),
             container_class=container_class,
             container_options=container_options,
             pipeline_class=pipeline_class,
-            model_classes={name: cls for name, (cls, _) in bound_models.items()},
+            model_classes={name: cls for name, (cls, _) in bound.items()},
             specs=specs,
-            task=model.task,
+            task=config.model.task,
             datasets=datasets,
             val_datasets=val_datasets,
             notes=tuple(self._notes),
@@ -142,13 +135,36 @@ class _Binder:
 
     # --- models ---------------------------------------------------------------------------------------------------
 
+    def _container(self) -> tuple[type[ModelContainer] | None, Options, type[GenerativePipeline] | None]:
+        from mm_trainer.contracts.spec import NoOptions
+
+        model = self._config.model
+        if model.models is None:
+            return None, NoOptions(), None
+        container_class = self._load(registry.load_container, model.model_id, "model.model_id")
+        beside = {name: kind for name, kind in keys_of(ModelConfig).items() if name not in SINGLE_MODEL_KEYS}
+        options = self._options(container_class.Options, model.extras, "model", beside)
+        pipeline_id = model.pipeline or container_class.pipeline_id
+        if pipeline_id is None:
+            return container_class, options, None
+        return container_class, options, self._load(registry.load_pipeline, pipeline_id, "model.pipeline")
+
+    def _validate_specs(
+        self, container_class: type[ModelContainer], specs: Mapping[str, ModelSpec], options: Options
+    ) -> None:
+        try:
+            container_class.validate_specs(specs, options, self._config.model.task)
+        except ConfigError as error:
+            raise located(self._document, error) from error
+        except ValueError as error:
+            raise from_value_error(self._document, error, ("model",)) from error
+
     def _model(self, name: str, sub: SubModelConfig) -> tuple[type[BaseModel], ModelSpec]:
         from mm_trainer.contracts.spec import ModelSpec
 
         key = self._config.model.key_of(name)
         model_class = self._load(registry.load_model, sub.model_id, f"{key}.model_id")
-        beside = keys_of(type(sub))
-        options = self._options(model_class.Options, sub, key, beside)
+        options = self._options(model_class.Options, sub.extras, key, keys_of(type(sub)))
         default = self._config.training.init_model_with_meta_device
         spec = ModelSpec(
             name=name,
@@ -178,15 +194,20 @@ class _Binder:
                 blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
                 raise self._error(str(error), f"{key}.{blamed}") from error
             return source
-        absent = set()
-        for field in ("checkpoint_path", "from_pretrained"):
+        absent = {field for field in ("checkpoint_path", "from_pretrained") if self._is_absent(source, field)}
+        if source.format == "dcp" and source.from_pretrained is not None:
+            absent.discard("checkpoint_path")  # the cache that the first start makes
+        for field in sorted(absent):
             path = getattr(source, field)
-            if path is not None and not os.path.exists(path):
-                if not path.startswith("$"):  # an undefined variable has been noted
-                    self._note(f"{path} isn't here", f"{key}.{field}")
-                absent.add(field)
-                self._without_source.add(name)
+            if not path.startswith("$"):  # an undefined variable has been noted
+                self._note(f"{path} isn't here", f"{key}.{field}")
+            self._without_source.add(name)
         return WeightSourceConfig(**{k: v for k, v in asdict(source).items() if k not in absent})
+
+    @staticmethod
+    def _is_absent(source: WeightSourceConfig, field: str) -> bool:
+        path = getattr(source, field)
+        return path is not None and not os.path.exists(path)
 
     # --- data -----------------------------------------------------------------------------------------------------
 
@@ -198,32 +219,31 @@ class _Binder:
         key = f"data.{section}"
         if param.datasets is None:
             binding, extras = self._dataset(param, key)
-            return (binding,), param.model_copy(update=dict(extras))
+            return (binding,), param.model_copy(update=extras)
         bindings, entries = [], []
         for i, entry in enumerate(param.datasets):
             binding, extras = self._dataset(entry, f"{key}.datasets.{i}")
             bindings.append(replace(binding, weight=entry.weight, repeats=entry.repeats))
-            entries.append(entry.model_copy(update=dict(extras)))
+            entries.append(entry.model_copy(update=extras))
         return tuple(bindings), param.model_copy(update={"datasets": tuple(entries)})
 
-    def _dataset(self, entry: DatasetEntry, key: str) -> tuple[DatasetBinding, Mapping[str, Any]]:
+    def _dataset(self, entry: DatasetEntry, key: str) -> tuple[DatasetBinding, dict[str, Any]]:
         """The binding of one data set, and its own keys with absolute paths."""
         assert entry.dataset_type is not None  # the section refuses it
         factory = self._load(registry.load_dataset_factory, entry.dataset_type, f"{key}.dataset_type")
+        shared = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer and str(entry.tokenizer)}
+        if entry.tokenizer is not None:
+            self._check_path(entry.tokenizer, f"{key}.tokenizer")
         extras = entry.extras
         options_class = getattr(factory, "Options", None)
         if isinstance(options_class, type) and issubclass(options_class, PydanticModel):
-            shared = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer and str(entry.tokenizer)}
-            values = extras | {name: shared[name] for name in shared.keys() & options_class.model_fields.keys()}
-            options = validate(
-                options_class, values, self._document, split_key(key), known=section_keys(), beside=keys_of(type(entry))
-            )
-            options = absolute_paths(options, self._document.environment.cwd)
-            extras = {name: value for name, value in options.model_dump().items() if name not in shared}
-        self._check_paths(extras, key)
-        params = {"dataset_type": entry.dataset_type, "tokenizer": entry.tokenizer, **extras}
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in params.items()}
-        return DatasetBinding(key, factory, plain), extras
+            own = {name: shared[name] for name in shared.keys() & options_class.model_fields.keys()}
+            options = self._options(options_class, extras | own, key, keys_of(type(entry)))
+            for name in options_class.model_fields:
+                if isinstance(path := getattr(options, name), Path):
+                    self._check_path(path, f"{key}.{name}")
+            extras = options.model_dump(mode="json", exclude=set(shared))
+        return DatasetBinding(key, factory, {**shared, **extras}), extras
 
     # --- files ----------------------------------------------------------------------------------------------------
 
@@ -233,19 +253,15 @@ class _Binder:
             verb = "is" if len(undefined.names) == 1 else "are"
             self._missing(f"the environment variable {names} {verb} not defined", undefined.key)
 
-    def _check_files(self, config: TrainerConfig) -> None:
-        training = config.training
+    def _check_files(self) -> None:
+        """Folders that the core sections name, other than weights."""
+        training = self._config.training
         if isinstance(training.load, Path):
             self._check_path(training.load, "training.load")
         if training.init_from is not None:
             self._check_path(training.init_from, "training.init_from")
-        if config.data.cache is not None:
-            self._check_path(config.data.cache, "data.cache")
-
-    def _check_paths(self, values: Mapping[str, Any], key: str) -> None:
-        for name, value in values.items():
-            if isinstance(value, Path):
-                self._check_path(value, f"{key}.{name}")
+        if self._config.data.cache is not None:
+            self._check_path(self._config.data.cache, "data.cache")
 
     def _check_path(self, path: Path, key: str) -> None:
         if not path.exists() and not str(path).startswith("$"):
@@ -280,17 +296,20 @@ class _Binder:
             return f"; {name} is a single model: it has no model.models"
         return ""
 
-    def _options(self, options: type[T], section: OpenSection, key: str, beside: Mapping[str, Any]) -> T:
-        validated = validate(
-            options, section.extras, self._document, split_key(key), known=section_keys(), beside=beside
-        )
-        absolute: T = absolute_paths(validated, self._document.environment.cwd)
+    def _options(
+        self, options: type[AnyOptions], values: Mapping[str, Any], key: str, beside: Mapping[str, Any]
+    ) -> AnyOptions:
+        """A plugin's own keys, validated by its class; paths absolute."""
+        validated = validate(options, values, self._document, split_key(key), known=section_keys(), beside=beside)
+        absolute: AnyOptions = absolute_paths(validated, self._document.environment.cwd)
         return absolute
 
-    def _located(self, check: Callable[[], None], key: str) -> None:
-        try:
-            check()
-        except ConfigError as error:
-            raise located(self._document, error) from error
-        except ValueError as error:
-            raise from_value_error(self._document, error, split_key(key)) from error
+
+def _with_options(model: ModelConfig, container_options: Options, specs: Mapping[str, ModelSpec]) -> ModelConfig:
+    """The section with the plugins' keys as validated: defaults filled in, paths absolute."""
+    if model.models is None:
+        return model.model_copy(update=specs["model"].options.model_dump(mode="json"))
+    models = {
+        name: sub.model_copy(update=specs[name].options.model_dump(mode="json")) for name, sub in model.models.items()
+    }
+    return model.model_copy(update={**container_options.model_dump(mode="json"), "models": models})
