@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# At module level, so that the zygote has imported them before it forks a rank.
+import torch.utils.tensorboard  # noqa: F401
+
+from mm_parallel import ParallelMesh
+from mm_trainer.config import bind, load_config, resolve
+from mm_trainer.run import run_training
+
 RECIPE = "recipe:wan2_2/tiny_t2v"
 # Heavy modules that the zygote imports once, for every rank forked from it.
 PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")
@@ -17,10 +24,6 @@ def train_rank(
     rank: int, world_size: int, environ: dict[str, str], overrides: Sequence[str], recipe: str = RECIPE
 ) -> list[dict[str, Any]]:
     """Train and return the records of metrics.jsonl (rank 0's; other ranks return the same file's content)."""
-    from mm_parallel import ParallelMesh
-    from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.run import run_training
-
     os.environ.update(environ)
     config = resolve(load_config(recipe, overrides), world_size)
     run_training(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))

@@ -83,13 +83,14 @@ def make_engine(
         folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
     )
     resume_from = manager.resolve(training.load) if training.load is not None else None
+    warm_start = manager.resolve(training.init_from) if training.init_from is not None else None
     built = build_model(
         bound,
         mesh,
         plan=config.parallel.fsdp_plan,
         features=config.features,
         seed=training.seed,
-        resuming=resume_from is not None,
+        resuming=resume_from is not None or warm_start is not None,
     )
     optimizers = {
         name: build_optimizer(model, training, prefix=f"{name}." if name else "")
@@ -104,10 +105,15 @@ def make_engine(
         state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
         loader.load_state_dict(state["data"])
         progress = Progress(state["step"], state["samples"])
-        log.info("resumed from %s: step %d, %d samples seen", resume_from, progress.step, progress.samples)
+        _report_resume(resume_from, progress, checkpoints, with_optimizer=not training.no_load_optim)
+    elif warm_start is not None:
+        checkpoints.load_weights(warm_start)
+        log.info("warm start: weights from %s; step 0, fresh optimizer", warm_start)
     learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
     if main_rank:
         print_summary(built)
+    if not dry_run:
+        checkpoints.prepare(progress, loader.state_dict(step=progress.step))
     if main_rank and not dry_run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
@@ -153,6 +159,22 @@ def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> Lea
         warmup_steps=math.ceil(training.lr_warmup_ratio * total) if warmup is None else warmup,
         total_steps=total,
     )
+
+
+def _report_resume(path: Path, progress: Progress, checkpoints: CheckpointIO, *, with_optimizer: bool) -> None:
+    what = (
+        "weights, optimizer, data position" if with_optimizer else "weights and data position, with a fresh optimizer"
+    )
+    log.info("resumed %s from %s: step %d, %d samples seen", what, path, progress.step, progress.samples)
+    log.info("learning rate and weight decay follow from the configuration, not from the checkpoint")
+    for difference in checkpoints.differences(path):
+        log.info(
+            "  differs: %s was %s, is %s (effect: %s)",
+            difference.key,
+            difference.before,
+            difference.now,
+            difference.effect,
+        )
 
 
 def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | None:

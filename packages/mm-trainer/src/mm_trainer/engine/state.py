@@ -13,6 +13,7 @@ from typing import Any
 from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
 from mm_checkpoint.sources import find_source
 from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.engine.config_diff import Difference, compare_configs
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.optim import NamedOptimizer
 from mm_trainer.hub import BuiltModel
@@ -50,10 +51,19 @@ class CheckpointIO:
         self._manager, self._built, self._optimizers, self._ema = manager, built, optimizers, ema
         # Element types of the original weight files, so that an export gives back what was loaded.
         self._source_dtypes = {name: report.source_dtypes for name, report in built.loads.items()}
-        self._digest = hashlib.sha256(resolved_config.encode()).hexdigest()
+        self._config = resolved_config
 
     def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of ``progress.step`` finished steps; called on all ranks."""
+        manifest = {
+            "samples_seen": progress.samples,
+            "config_digest": hashlib.sha256(self._config.encode()).hexdigest(),
+            "config": self._config,
+            "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
+        }
+        self._manager.save(progress.step, self._state(progress, data_state), manifest=manifest)
+
+    def _state(self, progress: Progress, data_state: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {
             "model": self._built.model.state_dict(),
             "optimizer": {k: v for o in self._optimizers.values() for k, v in o.state().items()},
@@ -61,12 +71,7 @@ class CheckpointIO:
         }
         if self._ema is not None:
             state["ema"] = self._ema.state()
-        manifest = {
-            "samples_seen": progress.samples,
-            "config_digest": self._digest,
-            "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
-        }
-        self._manager.save(progress.step, state, manifest=manifest)
+        return state
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
         """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
@@ -87,6 +92,20 @@ class CheckpointIO:
             self._built.sub_models[name].post_load()
         train: dict[str, Any] = plain["train"]
         return train
+
+    def load_weights(self, path: Path) -> None:
+        """Fill the model's weights only, from another run's checkpoint: a warm start. Called on all ranks."""
+        self._manager.load(path, {"model": self._built.model.state_dict()})
+        for name in self._built.checkpointed:
+            self._built.sub_models[name].post_load()
+
+    def differences(self, path: Path) -> list[Difference]:
+        """What differs between this run's configuration and the checkpoint's."""
+        return compare_configs(read_manifest(path)["config"], self._config)
+
+    def prepare(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
+        """Find out before the first step whether saving will work: folder, free space, other runs' checkpoints."""
+        self._manager.prepare(progress.step, self._state(progress, data_state))
 
     def close(self) -> None:
         """Wait for a save that is still being written."""
