@@ -114,6 +114,19 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(
     assert "killed by SIGKILL" in capfd.readouterr().err
 
 
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    class Agent:
+        def signal_ranks(self, number: signal.Signals) -> None:
+            raise AssertionError("the ranks were signalled")
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with elastic.forward_signals(Agent(), 1.0):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # --- ports --------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +150,7 @@ def test_one_node_takes_a_free_port(tmp_path: Path) -> None:
 
 def test_a_taken_port_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """B102: the message names the port."""
-    monkeypatch.setattr(elastic, "PROBE_S", 0.5)
+    monkeypatch.setattr(elastic, "PROBE_S", 4)
     with pytest.raises(InputError, match=f"port {taken_port} of 127.0.0.1 is taken by another program"):
         hosts_endpoint(f"127.0.0.1:{taken_port}")
 

@@ -6,15 +6,14 @@ import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 
-from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -26,7 +25,7 @@ from mm_trainer.errors import InputError
 from mm_trainer.launch import LaunchPlan
 
 KILL_AFTER_GRACE_S = 15.0
-PROBE_S = 10.0
+PROBE_S = 30.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -107,7 +106,8 @@ def _has_failed(pid: int) -> bool:
 def forward_signals(agent: RankAgent, grace_time_s: float) -> Iterator[None]:
     """SIGTERM, SIGINT and SIGHUP go to the ranks as SIGTERM, and they save and end by themselves.
 
-    A second signal goes to them as well; what still runs some time after the grace time is killed.
+    A second signal goes to them as well; what still runs some time after the grace time is killed. A signal that this
+    process was started to ignore (``nohup``) stays ignored.
     """
     timers: list[threading.Timer] = []
 
@@ -119,7 +119,8 @@ def forward_signals(agent: RankAgent, grace_time_s: float) -> Iterator[None]:
             timer.start()
             timers.append(timer)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield
     finally:
@@ -175,22 +176,15 @@ def hosts_endpoint(endpoint: str) -> bool:
 
 
 def _require_store(host: str, port: int) -> None:
-    """Refuse a port on which no agent answers."""
-    answered = threading.Event()
-
-    def connect() -> None:
-        try:
-            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PROBE_S))
-        except DistError:
-            return
-        answered.set()
-
-    threading.Thread(target=connect, daemon=True).start()  # it may never return
-    if not answered.wait(PROBE_S):
+    """Refuse a port on which no agent answers; asked from a process of its own, since the call may never return."""
+    ask = f"from torch.distributed import TCPStore; TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
+    try:
+        subprocess.run([sys.executable, "-c", ask], timeout=PROBE_S, check=True, capture_output=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         raise InputError(
             f"--rdzv-endpoint: port {port} of {host} is taken by another program; name another port (on one node leave "
             "the option out: a free port is found)"
-        )
+        ) from error
 
 
 def run_agent(

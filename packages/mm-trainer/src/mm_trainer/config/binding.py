@@ -17,7 +17,7 @@ from mm_trainer.config.diagnose import from_value_error, located, validate
 from mm_trainer.config.document import Document, split_key
 from mm_trainer.config.fields import absolute_paths, keys_of
 from mm_trainer.config.model import SINGLE_MODEL_KEYS, ModelConfig, SubModelConfig
-from mm_trainer.config.schema import TrainerConfig, section_keys
+from mm_trainer.config.schema import TrainerConfig
 from mm_trainer.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class _Binder:
         self, options: type[AnyOptions], values: Mapping[str, Any], key: str, beside: Mapping[str, Any]
     ) -> AnyOptions:
         """A plugin's own keys, validated by its class; paths absolute."""
-        validated = validate(options, values, self._document, split_key(key), known=section_keys(), beside=beside)
+        validated = validate(options, values, self._document, split_key(key), beside=beside)
         absolute: AnyOptions = absolute_paths(validated, self._document.environment.cwd)
         return absolute
 

@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from mm_trainer.config.document import Document, split_key
 from mm_trainer.config.fields import EACH, keys_of
 from mm_trainer.config.foreign import nearest, unknown_key
-from mm_trainer.config.yaml_nodes import Node, Path
+from mm_trainer.config.schema import section_keys
+from mm_trainer.config.yaml_nodes import KeyPath, Node
 from mm_trainer.errors import ConfigError
 
 T = TypeVar("T")
@@ -46,9 +47,8 @@ def validate(
     kind: type[T],
     values: Mapping[str, Any],
     document: Document,
-    at: Path,
+    at: KeyPath,
     *,
-    known: Sequence[str],
     beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> T:
     """Values of the document → an instance of a section or options class, types taken at their word.
@@ -60,7 +60,6 @@ def validate(
         values: plain values.
         document: where they were read.
         at: path of the values in the document.
-        known: all dotted keys, to find a key that belongs elsewhere.
         beside: other keys that may stand at the same place, for the nearest match.
 
     Raises:
@@ -69,25 +68,25 @@ def validate(
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        raise _Diagnosis(kind, document, at, known, beside).combine(error) from error
+        raise _Diagnosis(kind, document, at, beside).combine(error) from error
 
 
 class _Diagnosis:
-    def __init__(
-        self, kind: type, document: Document, at: Path, known: Sequence[str], beside: Mapping[str, Any]
-    ) -> None:
-        self._kind, self._document, self._at, self._known, self._beside = kind, document, at, known, beside
+    """What pydantic found in one class's values, told in terms of the document."""
+
+    def __init__(self, kind: type, document: Document, at: KeyPath, beside: Mapping[str, Any]) -> None:
+        self._kind, self._document, self._at, self._beside = kind, document, at, beside
 
     def combine(self, error: ValidationError) -> ConfigError:
         """One error out of all that pydantic found."""
-        by_path: dict[Path, list[ErrorDetails]] = {}
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             by_path.setdefault(self._path(detail), []).append(detail)
         found = [self._explain(path, details) for path, details in by_path.items()]
         return combine_errors(found)
 
-    def _path(self, detail: ErrorDetails) -> Path:
-        """Path in the document; pydantic's own location also names branches of unions."""
+    def _path(self, detail: ErrorDetails) -> KeyPath:
+        """KeyPath in the document; pydantic's own location also names branches of unions."""
         _, node = self._document.at(self._at)
         path: list[str | int] = []
         for part in detail["loc"]:
@@ -99,20 +98,20 @@ class _Diagnosis:
                 path.append(part)
         return (*self._at, *path)
 
-    def _explain(self, path: Path, details: list[ErrorDetails]) -> ConfigError:
+    def _explain(self, path: KeyPath, details: list[ErrorDetails]) -> ConfigError:
         kinds = {detail["type"] for detail in details}
         first = details[0]
         if kinds & {"extra_forbidden", "unexpected_keyword_argument"}:
-            return self._document.error(unknown_key(str(path[-1]), list(self._siblings(path)), self._known), path)
+            return self._document.error(unknown_key(str(path[-1]), list(self._siblings(path)), section_keys()), path)
         if first["type"] == "missing":
             return missing(self._document, path, self._siblings(path))
         if first["type"] == "value_error":
             return from_value_error(self._document, first["ctx"]["error"], path)
         expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
         _, node = self._document.at(path)
-        return self._document.error(f"expected {expected}, got {_got(node, first, details)}", path)
+        return self._document.error(f"expected {expected}, got {_got(node, details)}", path)
 
-    def _siblings(self, path: Path) -> Mapping[str, Any]:
+    def _siblings(self, path: KeyPath) -> Mapping[str, Any]:
         """Keys that the class declares beside the last one of ``path``."""
         level: dict[str, Any] = {**self._beside, **keys_of(self._kind)}
         for part in path[len(self._at) : -1]:
@@ -131,7 +130,7 @@ def combine_errors(errors: Sequence[ConfigError]) -> ConfigError:
     return ConfigError("\n".join([first.message, *listed]), key=first.key, file=first.file, line=first.line)
 
 
-def from_value_error(document: Document, error: Exception, at: Path) -> ConfigError:
+def from_value_error(document: Document, error: Exception, at: KeyPath) -> ConfigError:
     """An error of a section's own check, which names its field at the start of each line (``fsdp_plan.x: …``).
 
     Args:
@@ -140,7 +139,7 @@ def from_value_error(document: Document, error: Exception, at: Path) -> ConfigEr
     return combine_errors([_from_line(document, line, at) for line in str(error).splitlines()])
 
 
-def _from_line(document: Document, message: str, at: Path) -> ConfigError:
+def _from_line(document: Document, message: str, at: KeyPath) -> ConfigError:
     match = _FIELD.match(message)
     if match is None:
         return document.error(message, at)
@@ -149,14 +148,17 @@ def _from_line(document: Document, message: str, at: Path) -> ConfigError:
         rest = message[match.end() :] if not field else field.removeprefix(".") + message[match.end("field") :]
         return _from_line(document, rest.strip(), at)
     path = _find_field(document, match["field"].split("."), at)
-    text = message[match.end() :].strip() if match["joint"].strip() == ":" else message
+    if match["joint"].strip() == ":":
+        text = message[match.end() :].strip()
+    else:  # a formula, whose left-hand side is the field
+        text = match["field"].rpartition(".")[2] + message[match.end("field") :]
     if text == MISSING:
         return missing(document, path, ())
     return document.error(text, _entry(document, path, text))
 
 
-def _entry(document: Document, path: Path, text: str) -> Path:
-    """Path of the list's entry that ``text`` quotes, if ``path`` is a list and the text quotes one."""
+def _entry(document: Document, path: KeyPath, text: str) -> KeyPath:
+    """KeyPath of the list's entry that ``text`` quotes, if ``path`` is a list and the text quotes one."""
     found, node = document.at(path)
     if found == path and isinstance(node.value, list):
         for i, item in enumerate(node.value):
@@ -165,7 +167,7 @@ def _entry(document: Document, path: Path, text: str) -> Path:
     return path
 
 
-def missing(document: Document, path: Path, siblings: Collection[str]) -> ConfigError:
+def missing(document: Document, path: KeyPath, siblings: Collection[str]) -> ConfigError:
     """A required key that isn't there, or is there misspelt.
 
     Args:
@@ -180,7 +182,7 @@ def missing(document: Document, path: Path, siblings: Collection[str]) -> Config
     return document.error(f"unknown key; did you mean {name}, which is required and missing?", (*parents, misspelt))
 
 
-def _find_field(document: Document, parts: list[str], at: Path) -> Path:
+def _find_field(document: Document, parts: list[str], at: KeyPath) -> KeyPath:
     """The field's path, as deep as the document goes; ``parts`` may repeat the end of ``at``, or start at the root."""
     candidates = [(*at, *parts[start:]) for start in range(len(parts))] + [tuple(parts)]
     for candidate in candidates:
@@ -209,7 +211,7 @@ def _expected(detail: ErrorDetails) -> str:
     return _EXPECTED.get(detail["type"], detail["msg"])
 
 
-def _got(node: Node, detail: ErrorDetails, details: list[ErrorDetails]) -> str:
+def _got(node: Node, details: list[ErrorDetails]) -> str:
     value, text = node.value, node.text
     if isinstance(value, dict):
         return f"a section with the keys {', '.join(value)}" if value else "an empty section"

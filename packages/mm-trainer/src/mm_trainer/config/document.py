@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from mm_trainer.config.environment import Environment
-from mm_trainer.config.yaml_nodes import Node, Path, parse_yaml
+from mm_trainer.config.yaml_nodes import KeyPath, Node, parse_yaml
 from mm_trainer.errors import ConfigError, PluginError
 
 RECIPE = "recipe:"
@@ -34,13 +34,11 @@ class Document:
 
     Args:
         root: sections by name.
-        file: the file (or ``recipe:NAME``) that the user named.
         environment: what was used to expand references, and the base of relative paths.
         undefined: references that stayed as they were.
     """
 
     root: Node
-    file: str
     environment: Environment
     undefined: tuple[Undefined, ...] = ()
 
@@ -48,7 +46,7 @@ class Document:
         """Sections as plain values; a section with nothing below its name counts as absent."""
         return {key: value for key, value in self.root.plain().items() if value is not None}
 
-    def at(self, path: Path) -> tuple[Path, Node]:
+    def at(self, path: KeyPath) -> tuple[KeyPath, Node]:
         """The deepest node on ``path``, and where it is."""
         node = self.root
         for depth, part in enumerate(path):
@@ -58,18 +56,18 @@ class Document:
             node = below
         return path, node
 
-    def error(self, message: str, path: Path) -> ConfigError:
+    def error(self, message: str, path: KeyPath) -> ConfigError:
         """An error about the value at ``path``, with file and line."""
         _, node = self.at(path)
         return ConfigError(message, key=dotted(path), file=node.file, line=node.line)
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """``("training", "plugin", 0)`` → ``training.plugin.0``."""
     return ".".join(str(part) for part in path)
 
 
-def split_key(key: str) -> Path:
+def split_key(key: str) -> KeyPath:
     """The inverse of `dotted`; list positions stay text, which `Node.child` accepts."""
     return tuple(key.split("."))
 
@@ -94,7 +92,7 @@ def read_document(
     root = _complete_mixes(_rename_aliases(root))
     undefined: list[Undefined] = []
     root = _expand(root, environment, undefined, ())
-    return Document(root, reference, environment, tuple(undefined))
+    return Document(root, environment, tuple(undefined))
 
 
 class _Reader:
@@ -138,7 +136,7 @@ class _Reader:
 
 def _read_file(path: str, named_by: Node | None) -> str:
     try:
-        return FilePath(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise _at(named_by, f"can't read the configuration {path}: {error.strerror}", "extends") from error
     except UnicodeDecodeError as error:
@@ -178,7 +176,7 @@ def _override(root: Node, text: str) -> Node:
     return _set(root, path, new, path)
 
 
-def _set(node: Node, path: Path, new: Node, whole: Path) -> Node:
+def _set(node: Node, path: KeyPath, new: Node, whole: KeyPath) -> Node:
     """``node`` with ``new`` at ``path``; missing mappings on the way are made."""
     if not path:
         return new
@@ -219,7 +217,7 @@ def _rename_aliases(root: Node) -> Node:
     return replace(root, value={**root.value, "model": model})
 
 
-def _rename_in(node: Node, path: Path) -> Node:
+def _rename_in(node: Node, path: KeyPath) -> Node:
     if not isinstance(node.value, dict):
         return node
     result: dict[str, Node] = {}
@@ -256,7 +254,7 @@ def _complete_mix(param: Node) -> Node:
     return replace(param, value={"datasets": replace(mix, value=entries)})
 
 
-def _expand(node: Node, environment: Environment, undefined: list[Undefined], path: Path) -> Node:
+def _expand(node: Node, environment: Environment, undefined: list[Undefined], path: KeyPath) -> Node:
     if isinstance(node.value, str):
         text, names = environment.expand(node.value)
         if names:

@@ -13,7 +13,7 @@ from mm_trainer.config.document import read_document
 from mm_trainer.config.environment import Environment
 from mm_trainer.config.fields import absolute, absolute_paths
 from mm_trainer.config.model import ModelConfig, SubModelConfig
-from mm_trainer.config.schema import Sections, TrainerConfig, section_keys
+from mm_trainer.config.schema import Sections, TrainerConfig
 from mm_trainer.config.training import ToolsConfig, TrainingConfig
 from mm_trainer.errors import ConfigError
 
@@ -45,7 +45,7 @@ def load_config(
     """
     environment = environment or Environment.read()
     document = read_document(reference, overrides, environment, registry.read_recipe)
-    sections = validate(Sections, document.plain(), document, (), known=section_keys())
+    sections = validate(Sections, document.plain(), document, ())
     base = environment.cwd
     training = absolute_paths(sections.training, base)
     return TrainerConfig(

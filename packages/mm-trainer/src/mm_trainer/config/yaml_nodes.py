@@ -15,7 +15,7 @@ import yaml
 
 from mm_trainer.errors import ConfigError
 
-Path: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions from the root of a document."""
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -84,7 +84,7 @@ class Node:
             return item
         return None
 
-    def walk(self, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
         """Every node below this one and itself, with its path."""
         yield path, self
         children: Mapping[Any, Node] = (
