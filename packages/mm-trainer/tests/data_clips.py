@@ -29,8 +29,8 @@ def paint(number: int, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def read_number(frame: Tensor) -> int:
-    """The number in a frame (3, H, W) with values in [−1, 1]."""
-    middle = frame.mean(0)[frame.shape[1] // 2]
+    """The number in a frame (3, H, W), uint8 or with values in [−1, 1]."""
+    middle = frame.float().mean(0)[frame.shape[1] // 2] - (127.5 if frame.dtype == torch.uint8 else 0)
     edges = np.linspace(0, frame.shape[2], BITS + 1)
     centres = [int((edges[bit] + edges[bit + 1]) / 2) for bit in range(BITS)]
     return sum(1 << bit for bit, centre in enumerate(centres) if middle[centre] > 0)

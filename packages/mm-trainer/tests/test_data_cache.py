@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.cache import CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
+from mm_trainer.data.collate import finish_pixels
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.video import VideoDataset
 from mm_trainer.errors import DataError
@@ -142,7 +143,7 @@ def test_variants_hold_several_crops(tmp_path: Path) -> None:
 
 
 def one(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value[None] for name, value in sample.items() if isinstance(value, Tensor)}
+    return finish_pixels({name: value[None] for name, value in sample.items() if isinstance(value, Tensor)})
 
 
 def test_bad_clips_are_left_out_and_reported(tmp_path: Path) -> None:

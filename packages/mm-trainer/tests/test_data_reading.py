@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 import torch
 from data_clips import paint, read_number, read_numbers, write_audio, write_clip
-from numpy.typing import NDArray
 
-from mm_trainer.data.reader import MediaError, probe, read_frames, read_image, resize
-from mm_trainer.data.view import to_pixels
+from mm_trainer.data.collate import finish_pixels, to_pixels
+from mm_trainer.data.reader import MediaError, probe, read_frames, read_image, read_still
+from mm_trainer.data.shaping import Crop
+
+
+def frames_at(path: Path, times: list[float], height: int = 48, width: int = 64) -> torch.Tensor:
+    return torch.from_numpy(read_frames(path, times, whole(height, width)))
+
+
+def whole(height: int, width: int) -> Crop:
+    return Crop(height, width, 0, 0, height, width)
 
 
 def numbers_at(path: Path, times: list[float]) -> list[int]:
-    return read_numbers(to_pixels(read_frames(path, times, height=48, width=64)))
+    return read_numbers(frames_at(path, times))
 
 
 def grid(fps: float, count: int, start: float = 0.0) -> list[float]:
@@ -105,7 +113,7 @@ def test_rotation_is_applied(tmp_path: Path, rotation: int | None, corner: str) 
     info = probe(path)
     upright = rotation in (None, 180)
     assert (info.height, info.width) == ((48, 64) if upright else (64, 48))
-    frame = read_frames(path, [0.0], height=info.height, width=info.width)[0].astype(float).mean(-1)
+    frame = frames_at(path, [0.0], info.height, info.width)[:, 0].double().mean(0)
     halves = {
         "left": frame[:, : frame.shape[1] // 2],
         "right": frame[:, frame.shape[1] // 2 :],
@@ -131,9 +139,9 @@ def test_alpha_is_laid_over_white(tmp_path: Path) -> None:
     rgba = np.zeros((48, 64, 4), dtype=np.uint8)
     rgba[:, 32:, 3] = 255
     path = write_clip(tmp_path / "a.mov", images=[rgba] * 2, codec="qtrle", pix_fmt="argb")
-    frame = read_frames(path, [0.0], height=48, width=64)[0]
-    assert frame[24, 8].tolist() == [255, 255, 255]
-    assert frame[24, 56].tolist() == [0, 0, 0]
+    frame = frames_at(path, [0.0])[:, 0]
+    assert frame[:, 24, 8].tolist() == [255, 255, 255]
+    assert frame[:, 24, 56].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "I;16", "CMYK", "1"])
@@ -171,12 +179,27 @@ def test_image_orientation_is_applied(tmp_path: Path) -> None:
 
 
 def test_resize_keeps_a_number_readable() -> None:
-    assert read_number(to_pixels(resize(paint(37, 96, 128), height=32, width=48)[None])[:, 0]) == 37
+    still = torch.from_numpy(read_still(paint(37, 96, 128), whole(32, 48)))
+    assert still.shape == (3, 1, 32, 48)
+    assert read_number(still[:, 0]) == 37
+
+
+def test_colours_are_in_order_and_crops_exact(tmp_path: Path) -> None:
+    image = np.zeros((48, 64, 3), dtype=np.uint8)
+    image[:24, :, 0], image[24:, :, 1], image[:, 32:, 2] = 200, 150, 100
+    path = write_clip(tmp_path / "a.mkv", images=[image] * 2, codec="ffv1", pix_fmt="bgr0")
+    assert np.array_equal(read_frames(path, [0.0], whole(48, 64))[:, 0].transpose(1, 2, 0), image)
+    part = read_frames(path, [0.0], Crop(48, 64, top=10, left=20, kept_height=32, kept_width=16))
+    assert np.array_equal(part[:, 0].transpose(1, 2, 0), image[10:42, 20:36])
+    assert np.array_equal(read_still(image, whole(48, 64))[:, 0].transpose(1, 2, 0), image)
 
 
 def test_values_span_minus_one_to_one() -> None:
-    frames: NDArray[np.uint8] = np.array([[[[0, 127, 255]]]], dtype=np.uint8)
+    frames = torch.tensor([0, 127, 255], dtype=torch.uint8).view(1, 1, 1, 3)
     torch.testing.assert_close(to_pixels(frames).flatten(), torch.tensor([-1.0, 127 / 127.5 - 1, 1.0]))
+    finished = finish_pixels({"video": frames, "ids": torch.ones(2, 3, dtype=torch.uint8), "text": "a"})
+    assert finished["video"].dtype == torch.float32
+    assert finished["ids"].dtype == torch.uint8
 
 
 def test_cut_off_files_say_so(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import Loaded, SampleReader
 from mm_trainer.data.cache import EMPTY, FORMAT, SETTINGS, SHARDS, check_settings, read_settings, trim_rows, write_index
-from mm_trainer.data.collate import collate
+from mm_trainer.data.collate import collate, finish_pixels
 from mm_trainer.data.fingerprints import sample_fingerprint
 from mm_trainer.data.loader import Places, WorkerOptions, make_torch_loader, sample_table
 from mm_trainer.data.order import SampleTable
@@ -102,7 +102,7 @@ def write_cache(
     done = _on_first_rank(lambda: _claim(folder, settings, options.variants))
     todo = _first_of_each(keys, done)
     probe = _first_readable(dataset)
-    names = sorted(encode(collate([probe])))
+    names = sorted(encode(_fill([], probe, 1)))
     padded = _encode_empty_prompt(folder, encode, probe, tokenizer)
     sink = _ShardWriter(folder / SHARDS, keys, set(padded), options, writes)
     _check_space(folder, dataset, table, todo, encode, sink)
@@ -168,7 +168,7 @@ def _encode_empty_prompt(
         return {}
     from safetensors.torch import save_file
 
-    batch = collate([probe])
+    batch = _fill([], probe, 1)
     empty, other = (encode(batch | tokenizer([prompt])) for prompt in ("", "a prompt"))
     texts = {name: value[0].cpu().contiguous() for name, value in empty.items() if not torch.equal(value, other[name])}
     if not texts:
@@ -189,7 +189,7 @@ def _check_space(
     for members in by_bucket.values():
         sample = reader[members[0], 0].sample
         if sample is not None:
-            entries = sink.trim({name: value[0] for name, value in encode(collate([sample])).items()})
+            entries = sink.trim({name: value[0] for name, value in encode(_fill([], sample, 1)).items()})
             need += len(members) * sink.variants * sum(value.nbytes for value in entries.values())
     free = shutil.disk_usage(folder).free
     logger.info("%s: %d samples to encode, about %.2f GB", folder, len(todo), need / 1e9)
@@ -218,7 +218,7 @@ def _deal(
 def _fill(loaded: Sequence[Loaded], probe: Mapping[str, Any], size: int) -> dict[str, Any]:
     """A batch of full size: what is missing (unreadable, or nothing left to do) is filled with what is there."""
     samples: list[Mapping[str, Any]] = [item.sample for item in loaded if item.sample is not None] or [probe]
-    return collate(samples + samples[:1] * (size - len(samples)))
+    return finish_pixels(collate(samples + samples[:1] * (size - len(samples))))
 
 
 class _ShardWriter:

@@ -19,6 +19,30 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _collate_mappings(samples, path="")
 
 
+def finish_pixels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Make float32 in [−1, 1] of the pixels in a batch: its uint8 tensors of (…, height, width) with at least four dims.
+    The rest stays as it is.
+
+    Pixels travel from the workers as bytes: a quarter of the memory and of the time.
+    """
+    return {
+        name: finish_pixels(value)
+        if isinstance(value, Mapping)
+        else to_pixels(value)
+        if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() >= 4
+        else value
+        for name, value in batch.items()
+    }
+
+
+def to_pixels(values: Tensor) -> Tensor:
+    """(…, H, W) uint8 → float32 in [−1, 1]."""
+    out = torch.empty(values.shape, dtype=torch.float32)
+    for source, target in zip(values.flatten(0, -3), out.flatten(0, -3), strict=True):  # image by image: in the cache
+        torch.sub(target.copy_(source).mul_(1 / 127.5), 1.0, out=target)
+    return out
+
+
 def _collate_mappings(samples: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
     names = list(samples[0])
     for sample in samples:
@@ -39,6 +63,8 @@ def _collate_values(values: list[Any], path: str) -> Any:
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:
             raise ValueError(f"samples of one batch differ in the shape of {path}: {sorted(shapes)}")
+        if len({value.dtype for value in values}) > 1:
+            raise ValueError(f"samples of one batch differ in the dtype of {path}")
         return torch.stack(values)
     if isinstance(first, (bool, int, float)):
         return torch.tensor(values)

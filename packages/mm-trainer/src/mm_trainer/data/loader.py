@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from mm_trainer.contracts.dataset import MapDataset
@@ -44,9 +43,9 @@ class WorkerOptions:
 class BatchLoader:
     """Yields this rank's micro-batches epoch after epoch; see [Note: global data order] in `mm_trainer.data.order`.
 
-    A batch holds the collated samples and ``sample_key`` (B,) int64, all on the CPU. The position counts optimizer
-    steps over all epochs, so it means the same on any number of ranks; moving there computes one epoch's order and
-    reads nothing.
+    A batch holds the collated samples (pixels, see `finish_pixels`, as float32 in [−1, 1]) and ``sample_key`` (B,)
+    int64, all on the CPU. The position counts optimizer steps over all epochs, so it means the same on any number of
+    ranks; moving there computes one epoch's order and reads nothing.
 
     Args:
         dataset: the samples.
@@ -112,9 +111,9 @@ class BatchLoader:
             self._reader, _RankSampler(self.order, self._yielded, self), self.workers
         )
         for loaded in loader:
-            batch = self.bad.check(loaded)
+            batch = self.bad.check(loaded.finish())
             self._yielded += 1
-            yield _pin(batch) if self.workers.pin_memory else batch
+            yield batch
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """The position, for a checkpoint.
@@ -188,7 +187,7 @@ def fixed_batches(
     sampler = [[(index, key) for index, key, _ in batch] for batch in mine]
     loader: DataLoader[Any] = make_torch_loader(reader, sampler, workers or WorkerOptions())
     for batch_places, loaded in zip(mine, loader, strict=True):
-        batch = log.check(loaded)
+        batch = log.check(loaded.finish())
         levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
         batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
         batch["sample_weight"] = torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)
@@ -235,6 +234,7 @@ def make_torch_loader(
         prefetch_factor=workers.prefetch_factor if parallel else None,
         multiprocessing_context=method if parallel else None,
         collate_fn=collate,
+        pin_memory=workers.pin_memory,
         generator=torch.Generator(),  # torch draws the workers' seeds from it: leave the global generator alone
     )
 
@@ -278,11 +278,3 @@ def _open_bad_log(dataset: MapDataset, on_bad_sample: OnBadSample, max_fraction:
     log = BadSampleLog(size=size, known=known, on_bad_sample=on_bad_sample, max_fraction=max_fraction)
     log.check_opening(examples)
     return log
-
-
-def _pin(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.pin_memory()
-    if isinstance(value, Mapping):
-        return {name: _pin(entry) for name, entry in value.items()}
-    return value

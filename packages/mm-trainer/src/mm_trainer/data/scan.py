@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -193,13 +194,15 @@ def _choose_shown(bucket: NDArray[np.int64], count: int) -> frozenset[int]:
 
 
 def _thumbnails(sample: Mapping[str, Any]) -> NDArray[np.uint8] | None:
-    """Some frames of ``video`` (3, F, H, W) in [−1, 1], evenly spread, as (F, H, W, 3)."""
+    """Some frames of ``video`` (3, F, H, W), evenly spread, as (F, H, W, 3)."""
     video = sample.get("video")
     if not isinstance(video, Tensor) or video.dim() != 4 or video.shape[0] != 3:
         return None
     chosen = np.unique(np.linspace(0, video.shape[1] - 1, SHEET_FRAMES).round().astype(int))
-    pixels: NDArray[np.float32] = video[:, chosen].permute(1, 2, 3, 0).numpy()
-    return np.clip((pixels + 1) * 127.5 + 0.5, 0, 255).astype(np.uint8)
+    frames = video[:, chosen].permute(1, 2, 3, 0)
+    if frames.dtype != torch.uint8:  # in [−1, 1]
+        frames = ((frames + 1) * 127.5 + 0.5).clamp(0, 255).to(torch.uint8)
+    return np.ascontiguousarray(frames.numpy())
 
 
 def _name(bucket: object) -> str:

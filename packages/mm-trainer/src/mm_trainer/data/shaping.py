@@ -31,12 +31,16 @@ class Bucket(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """How a frame is brought into a bucket: resize the whole to (height, width), then cut at (top, left)."""
+    """How a frame is brought into a bucket: the whole is resized, then a part is kept."""
 
     height: int
+    """Of the whole after resizing, in pixels."""
     width: int
     top: int
+    """Where the part begins."""
     left: int
+    kept_height: int
+    kept_width: int
 
 
 def check_bucket(bucket: Bucket, spec: InputSpec) -> Bucket:
@@ -157,7 +161,8 @@ def cover(bucket: Bucket, *, height: int, width: int, across: float = 0.5, down:
     """
     scale = max(bucket.height / height, bucket.width / width)
     tall, wide = max(bucket.height, round(height * scale)), max(bucket.width, round(width * scale))
-    return Crop(tall, wide, round((tall - bucket.height) * down), round((wide - bucket.width) * across))
+    top, left = round((tall - bucket.height) * down), round((wide - bucket.width) * across)
+    return Crop(tall, wide, top, left, bucket.height, bucket.width)
 
 
 def parse_buckets(entries: Iterable[Sequence[int]], num_frames: int | None) -> tuple[Bucket, ...]:

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mm_trainer.data.collate import to_pixels
 from mm_trainer.data.metadata import Table
-from mm_trainer.data.reader import read_image, resize
-from mm_trainer.data.shaping import Bucket
-from mm_trainer.data.view import to_pixels
+from mm_trainer.data.reader import read_image, read_still
+from mm_trainer.data.shaping import Bucket, Crop
 
 VACE_COLUMNS = ("source", "mask", "reference")
 ReadFrames = Callable[[str, str], NDArray[np.uint8]]
-"""(column, path) → (F, H, W, 3) in the clip's own view; images too."""
+"""(column, path) → (3, F, H, W) RGB, of a video or an image."""
 
 
 def load_vace(
@@ -31,7 +31,7 @@ def load_vace(
     Args:
         table: metadata.
         row: of the sample.
-        video: (3, F, H, W) in [−1, 1], the clip itself.
+        video: (3, F, H, W) float32 in [−1, 1], the clip itself.
         read: reads a file through the clip's view.
         read_reference: reads an image, fitted into the clip's size.
 
@@ -42,9 +42,11 @@ def load_vace(
     masks, sources = table.paths("mask", row), table.paths("source", row)
     mask = torch.ones_like(video[:1])
     if masks:
-        mask = (to_pixels(read("mask", masks[0]))[:1] > 0).float()
-    source = to_pixels(read("source", sources[0])) if sources else video * (1 - mask)
-    references = [to_pixels(read_reference("reference", path))[:, 0] for path in table.paths("reference", row)]
+        mask = torch.from_numpy(read("mask", masks[0])[:1] > 127).float()
+    source = to_pixels(torch.from_numpy(read("source", sources[0]))) if sources else video * (1 - mask)
+    references = [
+        to_pixels(torch.from_numpy(read_reference("reference", path)[:, 0])) for path in table.paths("reference", row)
+    ]
     return {
         "source_video": source,
         "mask": mask,
@@ -53,7 +55,7 @@ def load_vace(
 
 
 def read_fitted(path: str, bucket: Bucket) -> NDArray[np.uint8]:
-    """An image as one frame (1, H, W, 3): whole, its aspect kept, in the middle of a white canvas.
+    """An image as one frame (3, 1, H, W): whole, its aspect kept, in the middle of a white canvas.
 
     Raises:
         MediaError: the file can't be read.
@@ -62,6 +64,7 @@ def read_fitted(path: str, bucket: Bucket) -> NDArray[np.uint8]:
     scale = min(bucket.height / image.shape[0], bucket.width / image.shape[1])
     height, width = max(1, round(image.shape[0] * scale)), max(1, round(image.shape[1] * scale))
     top, left = (bucket.height - height) // 2, (bucket.width - width) // 2
-    canvas = np.full((1, bucket.height, bucket.width, 3), 255, dtype=np.uint8)
-    canvas[0, top : top + height, left : left + width] = resize(image, height=height, width=width)
+    canvas = np.full((3, 1, bucket.height, bucket.width), 255, dtype=np.uint8)
+    whole = Crop(height, width, top=0, left=0, kept_height=height, kept_width=width)
+    canvas[:, :, top : top + height, left : left + width] = read_still(image, whole)
     return canvas

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.data.clips import ClipIndex
+from mm_trainer.data.collate import to_pixels
 from mm_trainer.data.fingerprints import file_digest
 from mm_trainer.data.metadata_formats import read_table
 from mm_trainer.data.reader import MediaError, MediaInfo
@@ -24,7 +25,7 @@ from mm_trainer.data.shaping import Bucket, cover, floor_frames
 from mm_trainer.data.text import clean, draw_caption
 from mm_trainer.data.vace import VACE_COLUMNS, load_vace, read_fitted
 from mm_trainer.data.video_options import VideoOptions, make_chooser
-from mm_trainer.data.view import View, read_view, to_pixels
+from mm_trainer.data.view import View, read_view
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import keyed_generator
 
@@ -34,8 +35,9 @@ logger = logging.getLogger(__name__)
 class VideoDataset:
     """Clips shaped into buckets.
 
-    A sample is ``video`` (3, F, H, W) float32 in [−1, 1], ``caption`` (text) and, if the model reads text,
-    ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also what `load_vace` adds.
+    A sample is ``video`` (3, F, H, W) uint8 RGB (pixels: the loader makes float32 in [−1, 1] of them), ``caption``
+    (text) and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also
+    what `load_vace` adds.
 
     Args:
         config: the ``dataset_param`` section, without ``dataset_type``.
@@ -129,14 +131,15 @@ class VideoDataset:
             return self._read(row, column, path, lambda file: read_fitted(file, view.bucket))
 
         sample: dict[str, Any] = {
-            "video": to_pixels(read("media", self.table.media(row))),
+            "video": torch.from_numpy(read("media", self.table.media(row))),
             "caption": self._caption(row, sample_key),
         }
         if self.context.tokenizer is not None:
             tokens = self.context.tokenizer([sample["caption"]])
             sample |= {name: values[0] for name, values in tokens.items()}
         if self.options.processor == "vace":
-            sample |= load_vace(self.table, row, sample["video"], read=read, read_reference=read_reference)
+            video = to_pixels(sample["video"])
+            sample |= load_vace(self.table, row, video, read=read, read_reference=read_reference)
         return sample
 
     def fingerprint(self, index: int) -> str:
