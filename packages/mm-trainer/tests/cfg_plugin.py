@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Hashable, Mapping
 from typing import Any, Self
 
@@ -23,12 +24,13 @@ class CfgModel(BaseModel):
     class Options(Options):
         width: int = Field(default=4, ge=1)
         fail_rank: int | None = None
-        fail_with: str = "boom"
+        die_in_forward: int | None = None
 
-    def __init__(self, width: int, fail_rank: int | None, fail_with: str) -> None:
+    def __init__(self, width: int, fail_rank: int | None, die_in_forward: int | None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.width, self._fail_rank, self._fail_with = width, fail_rank, fail_with
+        self._fail_rank, self._die_in_forward = fail_rank, die_in_forward
+        self._forwards = 0
 
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
@@ -46,8 +48,12 @@ class CfgModel(BaseModel):
             init.normal_(parameter, prefix + name, std=0.5)
 
     def forward(self, **batch: Any) -> Any:
+        self._forwards += 1
         if os.environ.get("RANK") == str(self._fail_rank):
-            raise RuntimeError(self._fail_with)
+            if self._die_in_forward is None:
+                raise RuntimeError("boom")
+            if self._forwards == self._die_in_forward and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
         x = batch["x"]
         for block in self.blocks:
             x = block(x.to(block.weight.dtype))

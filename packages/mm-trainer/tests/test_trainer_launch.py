@@ -215,6 +215,19 @@ def test_training_on_two_ranks_and_its_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Automatic restart: all ranks start again and resume from the newest complete checkpoint."""
+    changes = ["training.train_iters=12", "training.save_interval=4", "training.load=auto"]
+    death = ["model.fail_rank=1", "model.die_in_forward=7"]
+    command = ["train", write(tmp_path, SINGLE), *changes, *death, "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = run_cli(command, tmp_path, timeout=150)
+    assert done.code == 0, done.err
+    assert "mm-trainer: rank 1 failed first: it was killed by SIGKILL\nmm-trainer: all ranks are started" in done.err
+    assert "iter_0000004" in done.err.split("started again")[1]
+    assert "step=12 " in done.err
+
+
+@pytest.mark.slow
 def test_two_torchrun_agents_are_two_nodes(tmp_path: Path) -> None:
     """torchrun on several nodes, as two agents on this machine; the same command as each rank."""
     config = write(tmp_path, SINGLE)

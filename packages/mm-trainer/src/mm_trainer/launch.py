@@ -81,6 +81,8 @@ def _environment(plan: LaunchPlan) -> Iterator[None]:
         SUPERVISED: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // plan.nproc_per_node))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours: the agent would kill on them
+        # The store that the agent shares by default outlives a restart, with the addresses of dead ranks in it.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
