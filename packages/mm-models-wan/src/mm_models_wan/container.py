@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
-from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer, ModelSpec
+from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec
 from mm_trainer.contracts import Options as BaseOptions
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange
@@ -95,6 +95,11 @@ class Wan22Container(ModelContainer):
                 f"unknown: {', '.join(unknown) or 'none'}",
                 key="model.models",
             )
+
+    def input_spec(self) -> InputSpec:
+        """As one chain: the experts stand beside each other, so only the first of them is part of it."""
+        components = self.get_sub_models()
+        return InputSpec.merge(m.input_spec() for name, m in components.items() if name not in PREDICTORS[1:])
 
     def activate_for_step(self, step: int) -> Sequence[str]:
         """Choose the predictor that the next step trains, after ``step`` finished ones; forwards use it from now on."""

@@ -96,7 +96,7 @@ class ModelContainer(nn.Module):
         raise NotImplementedError(f"{type(self).__qualname__} can't sample")
 
     def input_spec(self) -> InputSpec:
-        """What the components, chained, ask of a clip."""
+        """What the components, chained, ask of a clip; override it where two of them stand beside each other."""
         return InputSpec.merge(component.input_spec() for component in self.get_sub_models().values())
 
     @classmethod
