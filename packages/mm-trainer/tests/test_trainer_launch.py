@@ -217,7 +217,7 @@ def test_training_on_two_ranks_and_its_failure(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     """Automatic restart: all ranks start again and resume from the newest complete checkpoint."""
-    changes = ["training.train_iters=12", "training.save_interval=4", "training.load=auto"]
+    changes = ["training.train_iters=12", "training.save_interval=4", "training.save_async=false", "training.load=auto"]
     death = ["model.fail_rank=1", "model.die_in_forward=7"]
     command = ["train", write(tmp_path, SINGLE), *changes, *death, "--nproc-per-node", "2", "--max-restarts", "1"]
     done = run_cli(command, tmp_path, timeout=150)
