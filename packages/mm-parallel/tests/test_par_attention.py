@@ -54,6 +54,20 @@ def test_attention_and_its_gradients_equal_plain_attention(run_ranks, ulysses, r
                 assert (got - reference).abs().max() <= 1e-10, CASES[index]
 
 
+def six_heads(rank, world):
+    context = ParallelMesh.build(MeshSizes(shard=4, ulysses=2, ring=2)).context_parallel()
+    shard = context.shard(75)
+    q, k, v, _ = (t[:, :, :6] for t in inputs(75))
+    with torch.no_grad():
+        return shard.gather(shard.attention(shard.split(q), shard.split(k), shard.split(v)))
+
+
+def test_six_heads_on_ulysses_2_and_ring_2(run_ranks):
+    """B049: what Ulysses 4 can't do, Ulysses 2 × ring 2 can."""
+    for out in run_ranks(six_heads, 4):
+        assert (out - plain(75, False)[0][:, :, :6]).abs().max() <= 1e-12
+
+
 def in_bf16(rank, world):
     context = ParallelMesh.build(MeshSizes(shard=world, ring=world)).context_parallel()
     shard = context.shard(70)

@@ -148,7 +148,7 @@ def test_the_subset_holds_every_pair_of_values():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_ranks_equal_one_process(run_ranks, layout):
-    """B035, B048, B051, B055, B058: loss, every gradient, the norm, and the parameters after two AdamW steps."""
+    """B035, B047, B048, B051, B055, B058: loss, every gradient, the norm, and the parameters after two AdamW steps."""
     check(run_ranks, [case for case in pairwise() if case[0] == layout], timeout=200)
 
 
@@ -160,23 +160,28 @@ def test_four_ranks_equal_one_process_in_every_combination(run_ranks, layout, co
     check(run_ranks, [(layout, context, *one) for one in rest], timeout=600)
 
 
+RING_CASES = [(tokens, causal) for tokens in (75, 5, 2) for causal in (False, True)]
+
+
+def ring_only(rank, world):
+    mesh = ParallelMesh.build(MeshSizes(shard=world, ring=world))
+    found = []
+    for tokens, causal in RING_CASES:
+        model = build(causal)
+        model.predictor.set_context_parallel(mesh.context_parallel())
+        parallelize(model.predictor, mesh=mesh, plan=FSDPPlan(("blocks.{*}",), param_dtype=None))
+        model.loss(*batch(0, tokens=tokens)).backward()
+        found.append({n: whole(p.grad) for n, p in model.predictor.named_parameters()})
+    return found
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_numbers_of_ranks(run_ranks, world):
-    """B051: 2 and 3 ranks, all of them context parallel; heads that 3 doesn't divide go round the ring."""
-    sizes = MeshSizes(shard=world, ring=world)
-    for causal in (False, True):
-        for found in run_ranks(ring_only, world, sizes, causal):
-            for name, reference in one_process(1, 75, causal, 1)[2].items():
-                assert relative_error(found[name], reference) <= 1e-5, name
-
-
-def ring_only(rank, world, sizes, causal):
-    mesh = ParallelMesh.build(sizes)
-    model = build(causal)
-    model.predictor.set_context_parallel(mesh.context_parallel())
-    parallelize(model.predictor, mesh=mesh, plan=FSDPPlan(("blocks.{*}",), param_dtype=None))
-    model.loss(*batch(0, tokens=75)).backward()
-    return {n: whole(p.grad) for n, p in model.predictor.named_parameters()}
+    """B047, B051: 2 and 3 ranks, sequences that divide by neither or leave ranks with nothing but padding."""
+    for found in run_ranks(ring_only, world):
+        for gradients, case in zip(found, RING_CASES, strict=True):
+            for name, reference in one_process(1, *case, 1)[2].items():
+                assert relative_error(gradients[name], reference) <= 1e-5, (case, name)
 
 
 def saved_bytes(rank, world, sizes):

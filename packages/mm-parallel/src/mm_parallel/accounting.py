@@ -85,19 +85,18 @@ class _Counter(TorchDispatchMode):
         self._axes = axes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        found = _KINDS.get(str(func).split("::")[-1].split(".")[1])
+        found = _KINDS.get(func.overloadpacket.__name__)
         if found is None:
             return
         kind, position = found
         group = _group(args)
-        n = group.size()
-        payload = _nbytes(args[position])
-        self._counted.add(kind, self._axes.get(group.group_name, "other"), _SENT[kind](payload, n))
+        sent = _SENT[kind](_nbytes(args[position]), group.size())
+        self._counted.add(kind, self._axes.get(group.group_name, "other"), sent)
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:

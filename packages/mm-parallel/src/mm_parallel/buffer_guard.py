@@ -11,7 +11,7 @@ from torch import nn
 def forbid_changing_buffers(module: nn.Module, name: str) -> None:
     """Raise from ``module``'s forward if it changes one of its buffers: the replicas would drift apart.
 
-    Versions are compared after every forward in train mode. The first time values are compared too, since some
+    Versions are compared after every forward. After the first one in train mode values are compared too: some
     kernels, batch norm's among them, write to buffers without counting it as a version.
 
     Args:

@@ -45,7 +45,7 @@ def apply_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
         ValueError: one feature for two nested modules; an unknown operator name; features applied twice.
     """
     matches = check_features(model, features)
-    modules = {feature: list(unique_modules(model, found).values()) for feature, found in matches.items()}
+    modules = {feature: list(_unique_modules(model, found).values()) for feature, found in matches.items()}
     for module in modules.get("compile", ()):
         plan = features.compile_plan
         add_layer(module, Layer.COMPILE, partial(torch.compile, backend=plan.backend, dynamic=plan.dynamic))
@@ -70,7 +70,7 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
         if is_on:
             what = f"features.{_SECTIONS[feature]}.apply_modules"
             matches[feature] = match_callable_modules(model, plan.apply_modules, what=what)
-            _refuse_nested(list(unique_modules(model, matches[feature])), what=what)
+            _refuse_nested(list(_unique_modules(model, matches[feature])), what=what)
     if features.recompute:
         _kept_ops(features.recompute_plan)
     return matches
@@ -79,7 +79,7 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
 _SECTIONS = {"compile": "compile_plan", "recompute": "recompute_plan", "offload": "activation_offload_plan"}
 
 
-def unique_modules(model: nn.Module, matches: dict[str, list[str]]) -> dict[str, nn.Module]:
+def _unique_modules(model: nn.Module, matches: dict[str, list[str]]) -> dict[str, nn.Module]:
     """Matched modules in the order of definition, each once, under the first of its names."""
     wanted = {model.get_submodule(name) for names in matches.values() for name in names}
     return {name: module for name, module in model.named_modules() if module in wanted}

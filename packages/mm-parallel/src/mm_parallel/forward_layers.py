@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import update_wrapper
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ class LayeredForward:
     """A module's forward with its layers; calling it runs them all."""
 
     def __init__(self, inner: Forward) -> None:
+        update_wrapper(self, inner)  # callers may inspect the signature
         self._inner = inner
         self._layers: dict[Layer, Callable[[Forward], Forward]] = {}
         self._composed = inner

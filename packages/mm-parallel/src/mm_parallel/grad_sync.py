@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import nn
 
 from mm_parallel.fsdp_state import fsdp_modules, fsdp_roots, has_run
@@ -72,5 +74,5 @@ def prefetch(module: nn.Module) -> None:
     after it, without a word.
     """
     for root in fsdp_roots(module):
-        for unit in fsdp_modules(root)[:2]:  # type: ignore[arg-type]
+        for unit in fsdp_modules(cast(nn.Module, root))[:2]:
             unit.unshard(async_op=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 BLOCK = 2**20
 
-_Fill = Callable[[torch.Tensor, torch.Generator], None]
+_Fill = Callable[[torch.Tensor, torch.Generator], object]
 
 
 class KeyedInitializer:
@@ -47,7 +47,7 @@ class KeyedInitializer:
             _local(param)[0].fill_(1)
 
     @torch.no_grad()
-    def _fill(self, param: torch.Tensor, key: str, fill: Callable[[torch.Tensor, torch.Generator], object]) -> None:
+    def _fill(self, param: torch.Tensor, key: str, fill: _Fill) -> None:
         local, start = _local(param)
         target, total = local.view(-1), param.numel()
         stop = start + target.numel()
