@@ -32,6 +32,7 @@ from mm_trainer.engine.metrics import MetricsWriter
 from mm_trainer.engine.optim import NamedOptimizer, build_optimizer
 from mm_trainer.engine.profiling import ProfileWindows
 from mm_trainer.engine.signals import RequestWatcher
+from mm_trainer.engine.sinks import open_sinks
 from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.engine.stepping import Stepping
 from mm_trainer.hub import BuiltModel, build_model
@@ -114,7 +115,8 @@ def make_engine(
         print_summary(built)
     if not dry_run:
         checkpoints.prepare(progress, loader.state_dict(step=progress.step))
-    if main_rank and not dry_run:
+    writes = main_rank and not dry_run
+    if writes:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
     services = Services(
@@ -122,11 +124,10 @@ def make_engine(
         data_state=lambda: loader.state_dict(step=progress.step),
         checkpoints=None if dry_run else checkpoints,
         metrics=MetricsWriter(
-            folder,
+            open_sinks(folder, config.tools.logging) if writes else [],
             total_steps=learning_rate.total_steps,
             first_step=progress.step,
-            enabled=main_rank and not dry_run,
-            tensorboard=config.tools.logging.tensorboard,
+            enabled=main_rank,
         ),
         requests=RequestWatcher(folder),
         profiles=_make_profiles(config, mesh, built, optimizers),

@@ -1,60 +1,46 @@
-"""Where the figures of a run go: JSON lines, TensorBoard, and the terminal of rank 0."""
+"""Where the figures of a run go: files and services, and the terminal of rank 0."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mm_trainer.engine.sinks import Sink
 
 log = logging.getLogger(__name__)
 
+ON_TERMINAL = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "data_time_s", "memory_gib")
+"""Of a training step's figures, those that fit a line."""
+
 
 class MetricsWriter:
-    """Writes on rank 0 and does nothing elsewhere.
+    """Writes on rank 0, and does nothing where it is not ``enabled``.
 
-    - ``logs/metrics.jsonl``: one object a line, ``kind`` (``train`` or ``validation``), ``step``, ``time`` (seconds
-      since the epoch) and the figures; numbers that aren't finite are written as null, so that every line is JSON.
-    - ``tensorboard/``, if asked for.
-    - a progress bar on a terminal, ``key=value`` lines elsewhere.
+    On a terminal there is a progress bar with the time that remains; elsewhere a ``key=value`` line per log step.
 
     Args:
-        folder: the run's folder.
+        sinks: what else takes the figures; closed with the writer.
         total_steps: length of the run.
         first_step: steps that are already done.
         enabled: True on rank 0.
-        tensorboard: also write event files.
     """
 
     def __init__(
-        self, folder: Path, *, total_steps: int, first_step: int = 0, enabled: bool, tensorboard: bool = True
+        self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0, enabled: bool = True
     ) -> None:
-        self._lines: TextIO | None = None
-        self._board: Any = None
+        self._sinks = list(sinks)
+        self._enabled = enabled
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self.enabled = enabled
-        if not enabled:
-            return
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._lines = (folder / "logs" / "metrics.jsonl").open("a", encoding="utf-8")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # heavy, and wanted on rank 0 only
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
         console = Console(stderr=True)
-        if console.is_terminal:
+        if enabled and console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[figures]}"),
                 console=console,
@@ -63,33 +49,27 @@ class MetricsWriter:
             self._progress.start()
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures of a step; call with plain numbers (the caller decides when to wait for the device)."""
-        if not self.enabled or self._lines is None:
+        """Record the figures of a step; plain numbers, since the caller decides when to wait for the device."""
+        if not self._enabled:
             return
-        clean = {k: v if math.isfinite(v) else None for k, v in figures.items()}
-        record = {"kind": kind, "step": step, "time": time.time(), **clean}
-        self._lines.write(json.dumps(record) + "\n")
-        self._lines.flush()
-        if self._board is not None:
-            for key, value in figures.items():
-                self._board.add_scalar(f"{kind}/{key}", value, step)
-        text = " ".join(f"{k}={_short(v)}" for k, v in figures.items())
-        if self._progress is not None and self._task is not None:
-            if kind == "train":
-                self._progress.update(self._task, completed=step, figures=text)
-            else:
-                self._progress.console.print(f"{kind} step={step} {text}", highlight=False)
-        else:
+        for sink in self._sinks:
+            sink.write(kind, step, figures)
+        shown = {k: v for k, v in figures.items() if kind != "train" or k in ON_TERMINAL}
+        text = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
+        if self._progress is None:
             log.info("%s step=%d %s", kind, step, text)
+        elif kind == "train":
+            self._progress.update(self._task, completed=step, figures=text)
+        else:
+            self._progress.console.print(f"{kind} step={step} {text}", highlight=False)
 
     def close(self) -> None:
+        """Stop the bar and close the sinks; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
-        if self._board is not None:
-            self._board.close()
-        if self._lines is not None:
-            self._lines.close()
-        self._progress = self._board = self._lines = None
+        for sink in self._sinks:
+            sink.close()
+        self._progress, self._sinks = None, []
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +78,3 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _short(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
