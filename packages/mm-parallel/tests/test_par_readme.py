@@ -26,7 +26,8 @@ def test_the_example_trains_without_any_other_package_of_ours(tmp_path, ranks):
     (code,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(code)
     (tmp_path / "sitecustomize.py").write_text(ONLY_US)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command.append("train.py")
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False
