@@ -138,7 +138,7 @@ def test_a_run_ends_with_0(main: Main, runs: list[Any], tmp_path: Path) -> None:
     assert main("train", write(tmp_path, SINGLE), "training.lr=2e-3").code == 0
     ((config, options),) = runs
     assert config.training.lr == 2e-3
-    assert options == {}
+    assert options == {"dry_run": False}
 
 
 def test_a_dry_run_is_passed_on(main: Main, runs: list[Any], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_bad_input_is_one_message_and_code_2(
 ) -> None:
     from mm_trainer import run
 
-    def train(config: Any) -> int:
+    def train(config: Any, **options: Any) -> int:
         raise error
 
     monkeypatch.setattr(run, "train", train)
@@ -164,11 +164,12 @@ def test_bad_input_is_one_message_and_code_2(
 
 def test_a_fault_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(
-        "import mm_trainer.run\ndef train(c): raise KeyError('ours')\nmm_trainer.run.train = train\n"
+        "import mm_trainer.run\ndef train(c, **o): raise KeyError('ours')\nmm_trainer.run.train = train\n"
     )
     done = run_cli(["train", write(tmp_path, SINGLE), "training.plugin=[cfg_plugin, faulty]"], tmp_path)
     assert done.code == 1
     assert done.err.splitlines()[-1] == "KeyError: 'ours'"
+    assert "typer" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import typer
 from mm_trainer.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from mm_trainer.config import RankEnvironment
-    from mm_trainer.launch import LaunchPlan
 
 app = typer.Typer(
     name="mm-trainer",
@@ -41,15 +42,18 @@ def main() -> None:
     rank = RankEnvironment.read()
     try:
         app(standalone_mode=True)
-    except Exception as error:  # noqa: BLE001 - sorted by kind below; what isn't the input's fault is raised again
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - not all of torch's errors are an Exception; sorted by kind below
         _end(error, rank)
 
 
-def _end(error: Exception, rank: RankEnvironment | None) -> None:
+def _end(error: BaseException, rank: RankEnvironment | None) -> None:
     """Report ``error`` once for all ranks and leave with its exit code."""
     from mm_checkpoint.errors import BadInputError
     from mm_trainer.launch import BAD_INPUT, FAULT, record_failure
 
+    error.__traceback__ = _below_typer(error.__traceback__)
     bad_input = isinstance(error, InputError | BadInputError)
     code = BAD_INPUT if bad_input else FAULT
     if rank is not None:
@@ -61,6 +65,16 @@ def _end(error: Exception, rank: RankEnvironment | None) -> None:
     if rank is None or rank.rank == 0:
         print(f"error: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def _below_typer(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the two dozen frames of the command-line library."""
+    start, frame = trace, trace
+    while frame is not None:
+        if frame.tb_frame.f_globals["__name__"].startswith("typer"):
+            start = frame.tb_next
+        frame = frame.tb_next
+    return start
 
 
 @app.command()
@@ -99,8 +113,9 @@ def train(
         raise InputError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the place where the nodes meet")
     from mm_trainer.launch import LaunchPlan, launch
 
-    plan = LaunchPlan(nproc_per_node or 1, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
-    plan = _with_grace_time(plan, _check_first(config, arguments, world_size=plan.world_size))
+    ranks = nproc_per_node or 1
+    grace_time_s = _check_first(config, arguments, world_size=ranks * nnodes)
+    plan = LaunchPlan(ranks, nnodes, rdzv_endpoint, rdzv_id, max_restarts, grace_time_s)
     command = ["-m", "mm_trainer", "train", config, *arguments, *(["--dry-run"] if dry_run else [])]
     raise typer.Exit(launch(plan, command))
 
@@ -113,12 +128,6 @@ def _check_first(config: str, overrides: list[str], *, world_size: int) -> float
     return check(load_config(config, overrides), world_size, require_files=True).config.training.grace_time_s
 
 
-def _with_grace_time(plan: LaunchPlan, grace_time_s: float) -> LaunchPlan:
-    from dataclasses import replace
-
-    return replace(plan, grace_time_s=grace_time_s)
-
-
 def _run_rank(config: str, overrides: list[str], *, dry_run: bool) -> None:
     from mm_trainer.config import load_config, locate
 
@@ -126,7 +135,7 @@ def _run_rank(config: str, overrides: list[str], *, dry_run: bool) -> None:
     from mm_trainer.run import train as run_training
 
     try:
-        code = run_training(loaded, dry_run=True) if dry_run else run_training(loaded)
+        code = run_training(loaded, dry_run=dry_run)
     except ConfigError as error:  # raised by a model or an optimizer, which know the key only
         raise locate(loaded, error) from error
     raise typer.Exit(code)

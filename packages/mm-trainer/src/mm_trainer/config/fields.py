@@ -61,7 +61,7 @@ def absolute_paths(value: Any, base: str) -> Any:
         return value.model_copy(update={name: item for name, item in after.items() if item != before[name]})
     if isinstance(value, dict):
         return {key: absolute_paths(item, base) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(absolute_paths(item, base) for item in value)
     return value
 

@@ -45,8 +45,8 @@ class TrainingConfig(Section):
     train_epochs: Positive | None = None
     """Passes over the data; or train_iters."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_sr", "muon"] = "adamw"
-    """adamw_8bit (8-bit state) and adamw_sr (bf16 weights, stochastic rounding) need torchao."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The only one in this version."""
     lr: Finite = 1e-5
     """Learning rate after warm-up."""
     lr_min: Finite = 0.0
