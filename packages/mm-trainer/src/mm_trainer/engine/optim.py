@@ -89,10 +89,6 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, prefix: str) ->
     Args:
         prefix: of the full parameter names, with its dot (``"predictor."``).
     """
-    if config.optimizer != "adamw":
-        raise ConfigError(
-            f"{config.optimizer} isn't available in this version; available: adamw", key="training.optimizer"
-        )
     named = {f"{prefix}{name}": p for name, p in model.named_parameters() if p.requires_grad}
     undecayed = match_parameters(named, config.no_decay_params, key="training.no_decay_params")
     scales: dict[str, float] = {}
