@@ -104,6 +104,13 @@ def test_a_container_without_sub_models_is_explained(tmp_path: Path) -> None:
     assert "its sub-models go under model.models" in error.message
 
 
+def test_a_sub_model_that_the_container_needs(tmp_path: Path) -> None:
+    text = CONTAINER.replace("predictor:", "predicter:").replace("predictor.blocks", "predicter.blocks")
+    error = fails(tmp_path, text)
+    assert (error.key, error.line) == ("model.models", line_of(text, "  models:"))
+    assert "needs a sub-model predictor; did you mean that by predicter? (given: encoder, predicter)" in error.message
+
+
 def test_a_mix_takes_what_stands_beside_its_list(tmp_path: Path) -> None:
     mix = (
         "{dataset_type: cfg_numbers, width: 8, datasets: [{samples: 2, weight: 1}, {width: 4, weight: 3, repeats: 2}]}"

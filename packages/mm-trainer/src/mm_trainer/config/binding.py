@@ -16,6 +16,7 @@ from mm_trainer.config.data import DatasetEntry, DatasetParam
 from mm_trainer.config.diagnose import from_value_error, located, validate
 from mm_trainer.config.document import Document, split_key
 from mm_trainer.config.fields import absolute_paths, keys_of
+from mm_trainer.config.foreign import nearest
 from mm_trainer.config.model import SINGLE_MODEL_KEYS, ModelConfig, SubModelConfig
 from mm_trainer.config.schema import TrainerConfig
 from mm_trainer.errors import ConfigError, PluginError
@@ -154,6 +155,12 @@ class _Binder:
     ) -> None:
         try:
             container_class.validate_specs(specs, options, self._config.model.task)
+            absent = [name for name in container_class.checkpointed(specs) if name not in specs]
+            if absent:
+                close = nearest(absent[0], specs)
+                hint = f"; did you mean that by {close}?" if close else ""
+                message = f"the container {self._config.model.model_id} needs a sub-model {absent[0]}{hint}"
+                raise ConfigError(f"{message} (given: {', '.join(specs)})", key="model.models")
         except ConfigError as error:
             raise located(self._document, error) from error
         except ValueError as error:
