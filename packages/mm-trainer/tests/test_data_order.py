@@ -120,8 +120,28 @@ def test_state_of_another_run_is_refused() -> None:
     loader = BatchLoader(NumberDataset([0] * 8), micro_batch_size=2, seed=3)
     with pytest.raises(DataError, match="lacks the data position: no num_samples"):
         loader.load_state_dict({"step": 3})
-    with pytest.raises(DataError, match="num_samples was 9, is 8"):
+    with pytest.raises(DataError, match=r"the data set has changed \(9 samples then, 8 now\)"):
         loader.load_state_dict(loader.state_dict() | {"num_samples": 9})
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (8, 1), (8, 4)])
+def test_ranks_wait_little_for_one_another(ranks: int, accumulation: int) -> None:
+    """Three aspects × three lengths: at most 10 %, where dealing in shuffled order costs several times that."""
+    generator = np.random.default_rng(0)
+    tokens = (np.array([5, 13, 21])[:, None] * np.array([1560, 1560, 1521])).ravel()
+    chosen = generator.choice(9, size=3000)
+    table = SampleTable.build(chosen.tolist(), tokens[chosen].tolist())
+    order = DataOrder(table, micro_batch_size=2, group=ranks * accumulation, seed=0)
+    rounds = tokens[chosen][: 3000 // (2 * ranks) * 2 * ranks].reshape(-1, ranks, 2).sum(2)
+    assert order.epoch(0).imbalance(ranks) < 0.1 < rounds.max(1).sum() / rounds.mean(1).sum() - 1
+
+
+def test_repeats_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """B076"""
+    with caplog.at_level("INFO"):
+        loader = BatchLoader(NumberDataset([0] * 3), micro_batch_size=2, data_size=2)
+    assert "1 of 4 samples of an epoch are repeats" in caplog.text
+    assert loader.counts() == {"bad_samples": 0, "bad_replaced": 0, "repeats_per_epoch": 1}
 
 
 def test_fixed_batches_cover_every_sample_and_quantile_once() -> None:

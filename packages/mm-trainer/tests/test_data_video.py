@@ -199,6 +199,8 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         open_set(tmp_path, rows, buckets=None, max_pixels=200)
     with pytest.raises(DataError, match="frames_per_second"):
         open_set(tmp_path, rows, frames_per_second=3)
+    with pytest.raises(DataError, match="nearest 48 or 64"):
+        VideoDataset.check_input_spec({"data_path": "m.csv", "buckets": [[5, 60, 64]]}, context().input_spec)
     spec = InputSpec(text_length=8)
     with pytest.raises(DataError, match="a tokenizer must be named"):
         VideoDataset({"data_path": tmp_path / "metadata.csv"}, DatasetContext(spec, None, 0))

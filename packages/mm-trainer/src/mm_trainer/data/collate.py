@@ -20,9 +20,9 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def finish_pixels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Make float32 in [−1, 1] of the pixels in a batch: its uint8 tensors of (…, height, width) with at least four dims.
-    The rest stays as it is.
+    """Make float32 in [−1, 1] of the pixels in a batch; the rest stays as it is.
 
+    Pixels are the uint8 tensors of at least four dims, of which the last two are height and width.
     Pixels travel from the workers as bytes: a quarter of the memory and of the time.
     """
     return {

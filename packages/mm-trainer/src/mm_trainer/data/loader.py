@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import BadSampleLog, OnBadSample, SampleReader, join
-from mm_trainer.data.order import DataOrder, EpochOrder, SampleTable
+from mm_trainer.data.order import DataOrder, SampleTable
 from mm_trainer.data.report import Reporting
 from mm_trainer.errors import DataError
 
@@ -88,6 +88,11 @@ class BatchLoader:
         )
         self._reader = SampleReader(dataset, table, seed=seed, replace=on_bad_sample == "replace")
         self.bad = _open_bad_log(dataset, on_bad_sample, max_bad_fraction)
+        repeats = self.counts()["repeats_per_epoch"]
+        if repeats:
+            logger.info(
+                "%d of %d samples of an epoch are repeats, to fill up batches", repeats, self.order.samples_per_epoch
+            )
         self._yielded = 0
         """Micro-batches of this rank since the start of the run."""
 
@@ -100,6 +105,15 @@ class BatchLoader:
     def step(self) -> int:
         """Optimizer steps whose batches were all handed out, over all epochs."""
         return self._yielded // self.accumulation
+
+    def counts(self) -> dict[str, int]:
+        """For the metrics: what this rank has met since the start of the process.
+
+        ``bad_samples``: distinct samples that can't be used; ``bad_replaced``: places where another one was used;
+        ``repeats_per_epoch``: samples that come twice in an epoch, to fill up batches, over all ranks.
+        """
+        repeats = self.order.samples_per_epoch - len(self.order.samples)
+        return {"bad_samples": self.bad.count, "bad_replaced": self.bad.replaced, "repeats_per_epoch": repeats}
 
     def seek(self, step: int) -> None:
         """Continue with the first batch of an optimizer step; takes effect at the next ``iter()``."""
@@ -139,15 +153,18 @@ class BatchLoader:
         missing = sorted(set(ours) - set(state))
         if missing:
             raise DataError(f"the checkpoint lacks the data position: no {', '.join(missing)}")
-        changed = [
-            f"{name} was {state[name]}, is {ours[name]}"
-            for name in ours
-            if name != "step" and state[name] != ours[name]
-        ]
-        if changed:
-            raise DataError(
-                f"the data position can't be restored: {'; '.join(changed)} (training.init_from starts afresh)"
-            )
+        samples, batch = "num_samples", "samples_per_step"
+        reasons = {
+            f"the data set has changed ({state[samples]} samples then, {ours[samples]} now)": (
+                samples,
+                "samples_digest",
+            ),
+            f"the global batch was {state[batch]}, is {ours[batch]}": (batch,),
+            f"the seed was {state['seed']}, is {ours['seed']}": ("seed",),
+        }
+        broken = [reason for reason, names in reasons.items() if any(state[name] != ours[name] for name in names)]
+        if broken:
+            raise DataError(f"can't go on where the data was: {'; '.join(broken)} (training.init_from starts afresh)")
         self.seek(int(state["step"]))
 
 
@@ -251,20 +268,12 @@ class _RankSampler(Sampler[Places]):
         epoch, step = divmod(step, self.order.steps_per_epoch)
         while True:
             layout = self.order.epoch(epoch)
-            _log_repeats(epoch, layout)
             while step < self.order.steps_per_epoch:
                 for batch in layout.deal(step, data_rank=self.data_rank, data_size=self.data_size)[skip:]:
                     index, key = layout.index[step, batch].tolist(), layout.key[step, batch].tolist()
                     yield list(zip(index, key, strict=True))
                 step, skip = step + 1, 0
             epoch, step = epoch + 1, 0
-
-
-def _log_repeats(epoch: int, layout: EpochOrder) -> None:
-    if layout.repeats:
-        logger.info(
-            "epoch %d: %d of %d samples are repeats that fill up batches", epoch, layout.repeats, layout.index.size
-        )
 
 
 def _open_bad_log(dataset: MapDataset, on_bad_sample: OnBadSample, max_fraction: float) -> BadSampleLog:

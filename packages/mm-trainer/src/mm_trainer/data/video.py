@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from mm_trainer.contracts.dataset import DatasetContext
+from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.data.clips import ClipIndex
 from mm_trainer.data.collate import to_pixels
 from mm_trainer.data.fingerprints import file_digest
@@ -67,6 +68,16 @@ class VideoDataset:
         if len(self) == 0:
             raise DataError(f"{path}: nothing usable: {'; '.join(self.report.lines())}")
         self._log_retiming()
+
+    @staticmethod
+    def check_input_spec(params: Mapping[str, Any], input_spec: InputSpec) -> None:
+        """Refuse keys that ask for sizes that the models can't take, before anything is opened.
+
+        Raises:
+            DataError: with the nearest sizes that fit.
+        """
+        known = {name: value for name, value in params.items() if name in VideoOptions.model_fields}
+        make_chooser(VideoOptions.model_validate(known), input_spec)
 
     def _assign_buckets(self, clips: ClipIndex) -> None:
         chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
