@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,30 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         model(tokens).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """AdamW's state without a step (whose first one on DTensors takes seconds)."""
+    from torch.distributed.tensor import DTensor
+
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            moments = {}
+            for field in ("exp_avg", "exp_avg_sq"):
+                value = make(local(p))
+                if isinstance(p, DTensor):
+                    value = DTensor.from_local(
+                        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                    )
+                moments[field] = value
+            optimizer.state[p] = {"step": torch.tensor(2.0), **moments}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **values: Any) -> dict[str, Any]:

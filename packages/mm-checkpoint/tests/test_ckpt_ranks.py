@@ -19,33 +19,36 @@ LAYOUTS = {1: (1,), 2: (1, 2), 4: (1, 2)}
 
 
 def save_runs(rank: int, world_size: int, root: str) -> dict[int, dict[str, Any]]:
-    """One run per mesh of this number of ranks; what it saved, in full."""
+    """One run per mesh of this number of ranks; what it saved, in full. On 2 ranks it has really been trained."""
     expected = {}
     for replicate in LAYOUTS[world_size]:
         model = toys.shard(toys.make_toy(), toys.make_mesh(world_size, replicate))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        toys.train(model, optimizer)
+        if world_size == 2:
+            toys.train(model, optimizer)
+        else:
+            toys.fill_optimizer(optimizer, torch.clone)  # the same on replicas
         state = toys.state_of(model, optimizer, step=2, **{f"seen_{rank}": rank * 10})
         expected[replicate] = {k: toys.full(v).clone() for s in ("model", "optimizer") for k, v in state[s].items()}
         with CheckpointManager(f"{root}/{world_size}_{replicate}", async_save=replicate == 2) as manager:
             manager.save(2, state)
-            if replicate == 2:  # what happens to the live tensors from now on must not reach the disk
-                toys.train(model, optimizer)
+            for parameter in model.parameters():  # what happens from now on must not reach the disk
+                toys.local(parameter).fill_(-1.0)
     return expected
 
 
 def load_runs(rank: int, world_size: int, root: str, runs: list[str]) -> dict[tuple[str, int], Any]:
     """Every run on every mesh of this number of ranks, into a model that started differently."""
     found = {}
-    for run in runs:
-        for replicate in LAYOUTS[world_size]:
-            model = toys.shard(toys.make_toy(seed=1), toys.make_mesh(world_size, replicate))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            toys.train(model, optimizer, steps=1)
+    for replicate in LAYOUTS[world_size]:
+        model = toys.shard(toys.make_toy(seed=1), toys.make_mesh(world_size, replicate))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for run in runs:
+            toys.fill_optimizer(optimizer, torch.zeros_like)
             state = toys.state_of(model, optimizer) | {"train": None}
             manager = CheckpointManager(f"{root}/{run}")
             values = manager.load(manager.resolve("auto"), state)
-            tensors = {k: toys.full(v) for s in ("model", "optimizer") for k, v in state[s].items()}
+            tensors = {k: toys.full(v).clone() for s in ("model", "optimizer") for k, v in state[s].items()}
             found[run, replicate] = (tensors, values["train"])
     return found
 

@@ -209,21 +209,31 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
     """Find the tensor data inside one ``torch.save`` archive."""
     with zipfile.ZipFile(io.BufferedReader(window, 1024)) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+        if "byteorder" in entries and _read_entry(window, entries["byteorder"]) != b"little":
             raise CorruptFileError(f"{extent.file}: stored on a big-endian machine")
-        pickled = archive.read(entries["data.pkl"])
+        pickled = _read_entry(window, entries["data.pkl"])
     tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(tensor, _RebuiltTensor):
         raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is no plain tensor")
-    data = entries[f"data/{tensor.storage_key}"]
-    if data.compress_type != zipfile.ZIP_STORED:
-        raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is compressed")
-    window.seek(data.header_offset)
-    header = window.read(_LOCAL_HEADER) or b""
-    name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-    start = data.header_offset + _LOCAL_HEADER + name_length + extra_length
+    start = _data_start(window, entries[f"data/{tensor.storage_key}"])
     start += tensor.storage_offset * _dtypes.itemsize(tensor.dtype)
     return _Layout(extent.offset + start, tensor.shape, tensor.stride, tensor.dtype)
+
+
+def _data_start(window: _Window, entry: zipfile.ZipInfo) -> int:
+    """The first byte of an entry's data; its local header may be longer than its directory entry says."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise CorruptFileError(f"the entry {entry.filename} is compressed")
+    window.seek(entry.header_offset)
+    header = window.read(_LOCAL_HEADER) or b""
+    name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    return entry.header_offset + _LOCAL_HEADER + name_length + extra_length
+
+
+def _read_entry(window: _Window, entry: zipfile.ZipInfo) -> bytes:
+    """An entry's bytes; `zipfile` itself would insist on the archive's checksums, which may be switched off."""
+    window.seek(_data_start(window, entry))
+    return window.read(entry.file_size) or b""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from typing import Any
 from mm_checkpoint.errors import CorruptFileError, DestinationError, SaveError
 
 CHECKSUM = "crc32"  # chosen by measurement, see the README
-WRITE_PIECE = 8 << 20
+WRITE_PIECE = 1 << 20  # small enough to be in the cache still when it is written after being hashed
+SMALL_WRITE = 64 << 10
 FLUSH_EVERY = 64 << 20
 PARTIAL_MARK = ".partial-"
 SHARED_WITHIN_S = 10.0  # how long a network disk may take to show one rank's new file to another
@@ -101,6 +102,7 @@ class DurableFile:
         """What the disk said, for callers that write through a library which hides it."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
+        self._small = bytearray()
         self._crc: int | None = 0 if checksum else None
         self._sync = sync
         self._unflushed = 0
@@ -109,35 +111,47 @@ class DurableFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        if len(view) < SMALL_WRITE:  # torch.save makes dozens of them per tensor
+            self._small += view
+            if len(self._small) >= SMALL_WRITE:
+                self.flush()
+            return len(view)
+        self.flush()
         for start in range(0, len(view), WRITE_PIECE):
-            piece = view[start : start + WRITE_PIECE]
-            if self._crc is not None:
-                self._crc = zlib.crc32(piece, self._crc)
-            try:
-                self._put(piece)
-            except OSError as error:
-                error.filename = str(self._path)
-                self.failure = error
-                raise
-            self._size += len(piece)
-            self._unflushed += len(piece)
-            if self._sync and self._unflushed >= FLUSH_EVERY:
-                self._start_flush()
+            self._append(view[start : start + WRITE_PIECE])
         return len(view)
+
+    def flush(self) -> None:
+        """Hand what small writes have gathered to the system."""
+        small, self._small = self._small, bytearray()
+        if small:
+            self._append(memoryview(small))
+
+    def _append(self, piece: memoryview) -> None:
+        if self._crc is not None:
+            self._crc = zlib.crc32(piece, self._crc)
+        try:
+            self._put(piece)
+        except OSError as error:
+            error.filename = str(self._path)
+            self.failure = error
+            raise
+        self._size += len(piece)
+        self._unflushed += len(piece)
+        if self._sync and self._unflushed >= FLUSH_EVERY:
+            self._start_flush()
 
     def _put(self, piece: memoryview) -> None:
         written = 0
         while written < len(piece):
             written += os.write(self._descriptor, piece[written:])
 
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
     def tell(self) -> int:
-        return self._size
+        return self._size + len(self._small)
 
     def finish(self) -> FileRecord:
         """Wait until every byte is on the disk, close the file and describe it."""
+        self.flush()
         self._end_flush()
         if self._sync:
             os.fsync(self._descriptor)

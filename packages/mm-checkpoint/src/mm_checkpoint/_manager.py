@@ -71,7 +71,8 @@ class CheckpointManager:
 
         Args:
             step: where the run starts; a complete iteration beyond it belongs to another run.
-            state: what will be saved, to check that two of it fit on the disk.
+            state: what will be saved, to check that it fits on the disk and, with ``async_save``, to make the buffers
+                that the first save would otherwise wait for.
 
         Raises:
             DestinationError: the folder holds iterations beyond ``step``, or isn't shared by all ranks.
@@ -85,6 +86,8 @@ class CheckpointManager:
             if state is not None:
                 sizes = ranks.all_gather(_own_bytes(state))
                 ranks.together(lambda: _files.check_free_space(self.folder, sum(sizes)) if ranks.is_first else None)
+                if self._staging is not None:
+                    ranks.each(lambda: take_snapshot(state, is_first=ranks.is_first, staging=self._staging))
         finally:
             if ranks.is_first:
                 probe.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Replicated values are compared between ranks up to this size; beyond it lie weights, not bookkeeping.
 COMPARED_BYTES = 64 << 10
+# A snapshot is what a save in the background makes training wait for; torch's own threads are often one per rank.
+COPY_THREADS = 2
 
 
 @dataclass
@@ -95,16 +98,13 @@ def _copy(
     import torch
 
     kept = {name: names[0] for names in ties for name in names}
-    copies: dict[str, torch.Tensor] = {}
-    for name, chunk in chunks.items():
-        first = kept.get(name, name)
-        if first not in copies:
-            buffer = staging.get(first)
-            if buffer is None or buffer.shape != chunk.shape or buffer.dtype != chunk.dtype:
-                buffer = torch.empty(chunk.shape, dtype=chunk.dtype)
-                staging[first] = buffer
-            copies[first] = buffer.copy_(chunk)
-        copies[name] = copies[first]
-    for name in staging.keys() - copies.keys():
+    chosen = dict.fromkeys(kept.get(name, name) for name in chunks)
+    for name in staging.keys() - chosen.keys():
         del staging[name]
-    return copies
+    for name in chosen:
+        buffer, chunk = staging.get(name), chunks[name]
+        if buffer is None or buffer.shape != chunk.shape or buffer.dtype != chunk.dtype:
+            staging[name] = torch.empty(chunk.shape, dtype=chunk.dtype)
+    with ThreadPoolExecutor(COPY_THREADS, "snapshot") as pool:
+        list(pool.map(lambda name: staging[name].copy_(chunks[name]), chosen))
+    return {name: staging[kept.get(name, name)] for name in chunks}
