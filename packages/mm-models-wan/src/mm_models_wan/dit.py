@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mm_models_wan.architecture import WanArchitecture
-from mm_models_wan.functional import gated_add, layer_norm, modulated_norm, rms_norm, rotate
+from mm_models_wan.functional import gated_add, gelu_linear, layer_norm, modulated_norm, rms_norm, rotate
 from mm_parallel import SequenceShard
 
 
@@ -52,6 +52,13 @@ class CastLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class GeluLinear(nn.Linear):
+    """GELU, then a Linear that casts its input to its weight's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu_linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -145,13 +152,14 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(dim, heads, self.eps)
         self.norm3 = Fp32LayerNorm(dim, self.eps) if architecture.cross_attn_norm else nn.Identity()
         self.cross_attn = CrossAttention(dim, heads, self.eps, architecture.added_kv_proj_dim)
+        # The GELU belongs to the second Linear, whose name has to stay.
         self.ffn = nn.Sequential(
-            CastLinear(dim, architecture.ffn_dim), nn.GELU(approximate="tanh"), CastLinear(architecture.ffn_dim, dim)
+            CastLinear(dim, architecture.ffn_dim), nn.Identity(), GeluLinear(architecture.ffn_dim, dim)
         )
 
-    def forward(self, x: Tensor, time: Tensor, context: Context, tokens: LocalTokens) -> Tensor:
-        """x (B, S, D); time (B, n, 6, D) float32 → (B, S, D) in x's dtype."""
-        vectors = (self.modulation.float() + time).unbind(2)
+    def forward(self, x: Tensor, time: tuple[Tensor, ...], context: Context, tokens: LocalTokens) -> Tensor:
+        """x (B, S, D); time: six (B, n, D) float32 → (B, S, D) in x's dtype."""
+        vectors = zip(self.modulation.squeeze(0).unbind(0), time, strict=True)
         shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = vectors
         x = gated_add(x, self.self_attn(modulated_norm(x, shift, scale, self.eps), tokens), gate)
         x = x + self.cross_attn(self.norm3(x), context).to(x.dtype)
@@ -169,8 +177,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x (B, S, D); time (B, n, D) float32 → (B, S, out_channels · patch volume) float32."""
-        shift, scale = (self.modulation.float() + time.unsqueeze(2)).unbind(2)
-        out: Tensor = self.head(modulated_norm(x, shift, scale, self.eps))
+        shift, scale = self.modulation.squeeze(0).unbind(0)
+        out: Tensor = self.head(modulated_norm(x, (shift, time), (scale, time), self.eps))
         return out
 
 

@@ -1,12 +1,22 @@
 """The element-wise mathematics of a Wan block, in float32 whatever the compute dtype.
 
+[Note: what a block keeps] Left to autograd, a block keeps for its backward the output of every elementary step. The
+functions here keep their inputs and a statistic per token, and redo cheap element-wise steps in the backward: the
+normalised values, the sum of modulation and time vector, the GELU. At a model dim of 512 this takes a third off what a
+block keeps, for less than 2 % of its time.
+
 Shapes: B batch, S tokens, D model dim, H heads, d dims of a head; n is S for one timestep per token, else 1.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -28,23 +38,35 @@ def sinusoid(timestep: Tensor, dim: int) -> Tensor:
 
 def layer_norm(x: Tensor, eps: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """LayerNorm over the last dim, computed and returned in float32."""
-    affine = (None if weight is None else weight.float(), None if bias is None else bias.float())
-    return F.layer_norm(x.float(), x.shape[-1:], *affine, eps)
+    affine = (None if weight is None else _wide(weight), None if bias is None else _wide(bias))
+    return F.layer_norm(_wide(x), x.shape[-1:], *affine, eps)
 
 
-def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """LayerNorm(x)·(1 + scale) + shift in float32; x (B, S, D), shift and scale (B, n, D)."""
-    return torch.addcmul(shift, layer_norm(x, eps), 1 + scale)
+def modulated_norm(x: Tensor, shift: tuple[Tensor, Tensor], scale: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """LayerNorm(x)·(1 + scale) + shift, in float32.
+
+    Args:
+        x: (B, S, D).
+        shift, scale: (parameter (D,), time vector (B, n, D) float32), which are added up.
+        eps: of the norm.
+
+    Returns:
+        (B, S, D) float32.
+    """
+    out: Tensor = _ModulatedNorm.apply(x, *shift, *scale, eps)
+    return out
 
 
-def gated_add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    """x + gate·y in float32, returned in x's dtype; x and y (B, S, D), gate (B, n, D) float32."""
-    return torch.addcmul(x.float(), y.float(), gate).to(x.dtype)
+def gated_add(x: Tensor, y: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
+    """x + gate·y in float32, returned in x's dtype; x and y (B, S, D), gate as the vectors of `modulated_norm`."""
+    out: Tensor = _GatedAdd.apply(x, y, *gate)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim in float32, cast back to x's dtype *before* the weight is applied."""
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,5 +79,157 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         like ``x``.
     """
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Linear(GELU(x)), with the tanh approximation; x (B, S, D) in the weight's dtype."""
+    out: Tensor = _GeluLinear.apply(x, weight, bias)
+    return out
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float32, or float64 as it is (for gradient checks)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _to_parameter(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Sum the gradient of a vector (B, n, D) into that of its parameter (D,)."""
+    return grad.sum((0, 1)).to(parameter.dtype)
+
+
+class _ModulatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shift: Tensor, shift_time: Tensor, scale: Tensor, scale_time: Tensor, eps: float
+    ) -> Tensor:
+        out, mean, rstd = torch.native_layer_norm(_wide(x), x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, mean, rstd, shift, scale, scale_time)
+        return out.mul_(scale_time + (1 + _wide(scale))).add_(shift_time + _wide(shift))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, shift, scale, scale_time = ctx.saved_tensors
+        wide = _wide(x)
+        weighted = (wide - mean).mul_(grad)
+        if scale_time.shape[1] == 1:
+            d_scale, d_shift = rstd.transpose(1, 2).bmm(weighted), grad.sum(1, keepdim=True)
+        else:
+            d_scale, d_shift = weighted.mul_(rstd), grad
+        d_normed = grad * (scale_time + (1 + _wide(scale)))
+        only_x = [True, False, False]
+        d_x = torch.ops.aten.native_layer_norm_backward(d_normed, wide, x.shape[-1:], mean, rstd, None, None, only_x)[0]
+        return d_x.to(x.dtype), _to_parameter(d_shift, shift), d_shift, _to_parameter(d_scale, scale), d_scale, None
+
+
+class _GatedAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor, gate_time: Tensor) -> Tensor:
+        ctx.save_for_backward(y, gate, gate_time)
+        return torch.addcmul(_wide(x), _wide(y), gate_time + _wide(gate)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, gate, gate_time = ctx.saved_tensors
+        wide = _wide(grad)
+        d_gate = wide * y
+        if gate_time.shape[1] == 1:
+            d_gate = d_gate.sum(1, keepdim=True)
+        d_y = (wide * (gate_time + _wide(gate))).to(y.dtype)
+        return grad, d_y, _to_parameter(d_gate, gate), d_gate
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # With n = x·rstd and g the gradient: d_weight = Σ n·g, d_x = rstd·(w·g − n·mean(n·w·g)).
+        x, weight, rstd = ctx.saved_tensors
+        wide, scale = _wide(x), _wide(weight)
+        along = wide * grad
+        d_weight = along.flatten(0, -2).t().mv(rstd.flatten())
+        coefficient = along.matmul(scale).unsqueeze(-1).mul_(rstd.pow(3)).div_(x.shape[-1])
+        d_x = (_wide(grad) * scale).mul_(rstd).addcmul_(wide, coefficient, value=-1)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
+    out = torch.empty(x.shape, dtype=even.dtype, device=x.device)
+    out_even, out_odd = out.unflatten(-1, (-1, 2)).unbind(-1)
+    torch.mul(even, cos, out=out_even).addcmul_(odd, sin, value=-1)
+    torch.mul(odd, cos, out=out_odd).addcmul_(even, sin)
+    return out.to(x.dtype)
+
+
+class _GeluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(_gelu(x), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        activated, slope = _gelu_and_slope(x)
+        d_weight = rows.t().mm(activated.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        del activated  # of the widest activations, only as many as needed at once
+        return slope(grad.matmul(weight)), d_weight, d_bias
+
+
+# GELU's tanh approximation is x·sigmoid(2u) with 2u = A·x + B·x³. torch's kernel for it takes 8 ns per element on a
+# CPU, the steps below 4; accelerators have it in one pass, and below float32 the steps would each round.
+_GELU_A = 2 * math.sqrt(2 / math.pi)
+_GELU_B = 0.044715 * _GELU_A
+
+
+def _in_steps(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return _gelu_sigmoid(x).mul_(x) if _in_steps(x) else F.gelu(x, approximate="tanh")
+
+
+def _gelu_sigmoid(x: Tensor) -> Tensor:
+    return torch.addcmul(x.new_tensor(_GELU_A), x, x, value=_GELU_B).mul_(x).sigmoid_()
+
+
+def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """GELU(x), and the function that takes its gradient to that of x, in place where it can."""
+    if not _in_steps(x):
+        activated = F.gelu(x, approximate="tanh")
+        return activated, lambda grad: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    # With s = sigmoid(2u): d(x·s) = s + x·s·(1 − s)·(A + 3B·x²).
+    sigmoid = _gelu_sigmoid(x)
+    activated = x * sigmoid
+    slope = torch.addcmul(x.new_tensor(_GELU_A), x, x, value=3 * _GELU_B).mul_(activated)
+    slope.addcmul_(slope, sigmoid, value=-1).add_(sigmoid)
+    return activated, slope.mul_

@@ -114,7 +114,7 @@ class WanPredictor(BaseModel):
         if timestep.dim() == 2:
             timestep = shard.split(timestep)
         time = self.time_embedding(sinusoid(timestep.reshape(len(timestep), -1), self.architecture.freq_dim))
-        modulation = self.time_projection(time).unflatten(2, (6, -1))
+        modulation = self.time_projection(time).unflatten(2, (6, -1)).unbind(2)
         cos, sin = (shard.split(table) for table in self._rotary(grid, noised.device))
         local = LocalTokens(shard, cos, sin)
         encoded = Context(self.text_embedding(context), self._embed_image(image_embeds))
