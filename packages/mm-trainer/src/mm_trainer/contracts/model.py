@@ -91,7 +91,7 @@ class BaseModel(nn.Module):
         if source is None or on_disk is None:
             if named is None:
                 raise ConfigError(
-                    f"no shapes for {spec.name}: no readable weight folder has a config.json, nor is there an architecture",
+                    f"no shapes for {spec.name}: no readable folder has a config.json, and there is no architecture",
                     key=where,
                 )
             return named
