@@ -48,8 +48,21 @@ def test_bad_samples_are_replaced_alike_and_listed_once(workers: int, caplog: py
 
 def test_too_many_bad_samples_stop_the_run() -> None:
     loader = BatchLoader(NumberDataset([0] * 20, bad=range(4)), micro_batch_size=1, max_bad_fraction=0.1)
-    with pytest.raises(DataError, match="3 of 20 samples are bad, more than max_bad_fraction 0.1: sample"):
+    with pytest.raises(DataError, match=r"3 bad samples so far, 15\.0%, more than max_bad_fraction 0\.1: sample"):
         list(islice(loader, 200))
+
+
+def test_the_share_is_of_what_a_rank_comes_by() -> None:
+    """One of eight data ranks sees an eighth of the bad samples in an epoch, and stops at the same share."""
+    size, tolerated, too_many = 800, range(0, 800, 20), range(0, 800, 8)
+
+    def read_epochs(bad: range, epochs: int) -> None:
+        loader = BatchLoader(NumberDataset([0] * size, bad=bad), micro_batch_size=1, data_size=8, max_bad_fraction=0.1)
+        list(islice(loader, epochs * loader.steps_per_epoch))
+
+    read_epochs(tolerated, 4)
+    with pytest.raises(DataError, match="more than max_bad_fraction"):
+        read_epochs(too_many, 1)
 
 
 def test_on_bad_sample_error_stops_at_the_first() -> None:

@@ -125,6 +125,7 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
         ("m.jsonl", '{"video": "a", "prompt": null}\n', r"m\.jsonl:1: prompt: expected text .*, got None"),
         ("m.jsonl", '{"video": "a", "prompt": 3.5}\n', r"m\.jsonl:1: prompt: expected text .*, got 3\.5"),
         ("m.jsonl", '{"video": "a", "prompt": "\\ud83d"}\n', r"m\.jsonl:1: prompt: not a text"),
+        ("m.jsonl", '{"video": "a", "prompt": "b\\u0000c"}\n', r"m\.jsonl:1: prompt: holds a NUL"),
         ("m.jsonl", '{"video": "a", "prompt": "b", "fps": true}\n', r"m\.jsonl:1: fps: expected a number"),
         ("m.jsonl", "{\n", r"m\.jsonl:1: not JSON"),
         ("m.json", '[\n{"video": "a", "prompt": "b"},\n3]', r"m\.json:3: expected an object, got 3"),

@@ -179,7 +179,7 @@ def test_broken_files_are_listed_with_file_and_line(tmp_path: Path) -> None:
     text = "\n".join(data.report.lines())
     assert f"1 of 5 skipped: no video stream: {tmp_path}/metadata.csv:3: video: {tmp_path}/audio.mp4" in text
     assert f"no such file: {tmp_path}/metadata.csv:6: video: {tmp_path}/gone.mp4" in text
-    with pytest.raises(DataError, match="4 of 5 samples are bad, more than max_bad_fraction 0.05"):
+    with pytest.raises(DataError, match=r"4 bad samples so far, 80\.0%, more than max_bad_fraction 0\.05"):
         BatchLoader(data, micro_batch_size=1)
     assert BatchLoader(data, micro_batch_size=1, max_bad_fraction=0.8).bad.count == 4
     with pytest.raises(DataError, match="on_bad_sample: error"):

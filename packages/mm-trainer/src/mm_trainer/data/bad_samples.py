@@ -111,15 +111,20 @@ class BadSampleLog:
 
     Args:
         size: samples in the data set, the ones found bad at opening included.
+        data_size: number of data ranks; each comes by its own part of the samples in an epoch.
         known: how many were found bad at opening.
         on_bad_sample: ``error`` stops at the first.
-        max_fraction: distinct bad samples over ``size`` that are still tolerated.
+        max_fraction: share of bad samples that is still tolerated, see `share`.
     """
 
-    def __init__(self, *, size: int, known: int, on_bad_sample: OnBadSample, max_fraction: float) -> None:
-        self.size, self.on_bad_sample, self.max_fraction = size, on_bad_sample, max_fraction
-        self.known = known
+    def __init__(
+        self, *, size: int, data_size: int, known: int, on_bad_sample: OnBadSample, max_fraction: float
+    ) -> None:
+        self.size, self.data_size, self.known = size, data_size, known
+        self.on_bad_sample, self.max_fraction = on_bad_sample, max_fraction
         self.found: dict[int, str] = {}
+        self.read = 0
+        """Samples that this rank has read, bad ones included."""
         self.replaced = 0
         """Places of the order in which another sample was used, over the whole run."""
 
@@ -127,6 +132,13 @@ class BadSampleLog:
     def count(self) -> int:
         """Distinct bad samples."""
         return self.known + len(self.found)
+
+    @property
+    def share(self) -> float:
+        """Of all samples those found bad at opening, and of what this rank comes by (at first its part of an epoch,
+        later what it has read) those found since."""
+        part = min(self.size, max(self.read, -(-self.size // self.data_size)))
+        return self.known / self.size + len(self.found) / part
 
     def check_opening(self, examples: list[str]) -> None:
         """Judge what opening the data set found.
@@ -145,6 +157,7 @@ class BadSampleLog:
             DataError: nothing usable was found, too many are bad, or any with ``on_bad_sample: error``.
         """
         met = [event for place in loaded.bad for event in place]
+        self.read += len(loaded.bad) + len(met)
         for index, where, reason in met:
             if index not in self.found:
                 self.found[index] = f"{where}: {reason}"
@@ -160,8 +173,8 @@ class BadSampleLog:
         return loaded.batch
 
     def _check_share(self, examples: list[str]) -> None:
-        if self.count > self.max_fraction * self.size:
+        if self.share > self.max_fraction:
             raise DataError(
-                f"{self.count} of {self.size} samples are bad, more than max_bad_fraction {self.max_fraction}: "
+                f"{self.count} bad samples so far, {self.share:.1%}, more than max_bad_fraction {self.max_fraction}: "
                 f"{'; '.join(examples[:3])}"
             )

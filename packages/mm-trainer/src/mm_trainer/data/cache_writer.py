@@ -105,8 +105,10 @@ def write_cache(
     names = sorted(encode(_fill([], probe, 1)))
     padded = _encode_empty_prompt(folder, encode, probe, tokenizer)
     sink = _ShardWriter(folder / SHARDS, keys, set(padded), options, writes)
-    _check_space(folder, dataset, table, todo, encode, sink)
-    batches = _deal(table, todo, options, data_rank, data_size)
+    by_bucket = _by_bucket(table, todo)
+    need = _estimate(dataset, table, by_bucket, encode, sink)
+    _on_first_rank(lambda: _check_space(folder, len(todo), need))
+    batches = _deal(by_bucket, options, data_rank, data_size)
     reader = SampleReader(dataset, table, seed=0, replace=False)
     loader = make_torch_loader(reader, batches, options.workers, collate=list)
     for number, (places, loaded) in enumerate(zip(batches, loader, strict=True), start=1):
@@ -136,7 +138,7 @@ def _first_of_each(keys: Sequence[str], done: Mapping[str, str]) -> list[int]:
 
 def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str, str]:
     """Make the folder or check that it was made alike; which samples are done (fingerprint → shard)."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     wanted = {"format": FORMAT, "variants": variants, "settings": dict(settings)}
     if (folder / SETTINGS).exists():
@@ -152,15 +154,18 @@ def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str
     )
     done: dict[str, str] = {}
     for path in sorted((folder / SHARDS).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            done |= dict.fromkeys(json.loads(file.metadata()["samples"]), path.name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                done |= dict.fromkeys(json.loads(file.metadata()["samples"]), path.name)
+        except SafetensorError as error:
+            raise DataError(f"{path}: damaged ({error}): delete it and run again") from error
     return done
 
 
 def _encode_empty_prompt(
     folder: Path, encode: Encode, probe: Mapping[str, Any], tokenizer: Tokenize | None
 ) -> dict[str, int]:
-    """Store the entries that depend on the prompt, for an empty one; returns their names and lengths.
+    """Store the entries that depend on the prompt, for an empty one; returns the length of those that end in zeros.
 
     Which entries these are is found by trying: they differ between two prompts.
     """
@@ -174,38 +179,41 @@ def _encode_empty_prompt(
     if not texts:
         raise DataError("the encoders' output doesn't depend on the prompt, although there is a tokenizer")
     _on_first_rank(lambda: _replace(folder / EMPTY, lambda path: save_file(texts, path)))
-    return {name: len(value) for name, value in texts.items()}
+    return {name: len(value) for name, value in texts.items() if value.dim() > 1}
 
 
-def _check_space(
-    folder: Path, dataset: MapDataset, table: SampleTable, todo: Sequence[int], encode: Encode, sink: _ShardWriter
-) -> None:
-    """Say how large the cache will be, from one sample of every bucket, and refuse if the disk can't hold it."""
-    by_bucket: dict[int, list[int]] = defaultdict(list)
+def _by_bucket(table: SampleTable, todo: Sequence[int]) -> list[list[int]]:
+    members: dict[int, list[int]] = defaultdict(list)
     for index in todo:
-        by_bucket[int(table.bucket[index])].append(index)
+        members[int(table.bucket[index])].append(index)
+    return list(members.values())
+
+
+def _estimate(
+    dataset: MapDataset, table: SampleTable, by_bucket: Sequence[Sequence[int]], encode: Encode, sink: _ShardWriter
+) -> int:
+    """Bytes that are still to be written, from one sample of every bucket."""
     need = 0
     reader = SampleReader(dataset, table, seed=0, replace=True)
-    for members in by_bucket.values():
+    for members in by_bucket:
         sample = reader[members[0], 0].sample
         if sample is not None:
             entries = sink.trim({name: value[0] for name, value in encode(_fill([], sample, 1)).items()})
             need += len(members) * sink.variants * sum(value.nbytes for value in entries.values())
+    return need
+
+
+def _check_space(folder: Path, samples: int, need: int) -> None:
     free = shutil.disk_usage(folder).free
-    logger.info("%s: %d samples to encode, about %.2f GB", folder, len(todo), need / 1e9)
+    logger.info("%s: %d samples to encode, about %.2f GB", folder, samples, need / 1e9)
     if need > free:
         raise DataError(f"{folder}: about {need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
 
 
-def _deal(
-    table: SampleTable, todo: Sequence[int], options: CacheOptions, data_rank: int, data_size: int
-) -> list[Places]:
+def _deal(by_bucket: Sequence[Sequence[int]], options: CacheOptions, data_rank: int, data_size: int) -> list[Places]:
     """This rank's micro-batches, as many on every rank; a sample's variants stay on one rank."""
-    by_bucket: dict[int, list[int]] = defaultdict(list)
-    for index in todo:
-        by_bucket[int(table.bucket[index])].append(index)
     per_rank: list[list[Places]] = [[] for _ in range(data_size)]
-    for members in by_bucket.values():
+    for members in by_bucket:
         for rank, batches in enumerate(per_rank):
             places = [(i, i * options.variants + v) for i in members[rank::data_size] for v in range(options.variants)]
             size = options.micro_batch_size

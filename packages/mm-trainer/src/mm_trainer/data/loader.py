@@ -87,7 +87,7 @@ class BatchLoader:
             table, micro_batch_size=micro_batch_size, group=data_size * accumulation, seed=seed, shuffle=shuffle
         )
         self._reader = SampleReader(dataset, table, seed=seed, replace=on_bad_sample == "replace")
-        self.bad = _open_bad_log(dataset, on_bad_sample, max_bad_fraction)
+        self.bad = _open_bad_log(dataset, data_size, on_bad_sample, max_bad_fraction)
         repeats = self.counts()["repeats_per_epoch"]
         if repeats:
             logger.info(
@@ -200,7 +200,7 @@ def fixed_batches(
     places = _fixed_places(table, len(quantiles), micro_batch_size, data_size)
     mine = places[data_rank::data_size]
     reader = SampleReader(dataset, table, seed=0, replace=False)
-    log = BadSampleLog(size=len(table), known=0, on_bad_sample="error", max_fraction=0.0)
+    log = BadSampleLog(size=len(table), data_size=data_size, known=0, on_bad_sample="error", max_fraction=0.0)
     sampler = [[(index, key) for index, key, _ in batch] for batch in mine]
     loader: DataLoader[Any] = make_torch_loader(reader, sampler, workers or WorkerOptions())
     for batch_places, loaded in zip(mine, loader, strict=True):
@@ -276,7 +276,7 @@ class _RankSampler(Sampler[Places]):
             epoch, step = epoch + 1, 0
 
 
-def _open_bad_log(dataset: MapDataset, on_bad_sample: OnBadSample, max_fraction: float) -> BadSampleLog:
+def _open_bad_log(dataset: MapDataset, data_size: int, on_bad_sample: OnBadSample, max_fraction: float) -> BadSampleLog:
     size, known, examples = len(dataset), 0, []
     if isinstance(dataset, Reporting):
         report = dataset.report
@@ -284,6 +284,8 @@ def _open_bad_log(dataset: MapDataset, on_bad_sample: OnBadSample, max_fraction:
         examples = [
             f"{where}: {entry.reason}" for entry in report.skipped.values() if entry.bad for where in entry.examples
         ]
-    log = BadSampleLog(size=size, known=known, on_bad_sample=on_bad_sample, max_fraction=max_fraction)
+    log = BadSampleLog(
+        size=size, data_size=data_size, known=known, on_bad_sample=on_bad_sample, max_fraction=max_fraction
+    )
     log.check_opening(examples)
     return log

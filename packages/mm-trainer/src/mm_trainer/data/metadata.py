@@ -37,8 +37,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 NUMBER_COLUMNS = ("width", "height", "num_frames", "fps", "first_frame")
 TEXT_COLUMNS = tuple(name for name in ALIASES if name not in NUMBER_COLUMNS)
+PATH_COLUMNS = tuple(name for name in TEXT_COLUMNS if name != "caption")
 LIST_SEPARATOR = "\0"
-"""Between the texts of a cell that holds several (captions, reference images); can't occur in text."""
+"""Between the texts of a cell that holds several (captions, reference images); refused in text."""
 ABSENT = object()
 """A row of a JSON file lacks this key."""
 
@@ -137,15 +138,14 @@ class TableBuilder:
         self._chunks.append(Table((self.file,), np.zeros(1, np.int64), line, self.names, numbers, texts))
 
     def _convert(self, name: str, values: Sequence[Any], lines: Sequence[int]) -> Any:
-        plain = _convert_plain(name, values)
-        if plain is not None and not self.prefix:
-            return plain
-        convert, out = self._converters[name], list[Any]()
-        try:
-            out.extend(map(convert, values))
-        except ValueError as error:
-            raise self._error(name, lines[len(out)], str(error)) from None
-        if self.prefix and name in TEXT_COLUMNS and name != "caption":
+        out: Any = _convert_plain(name, values)
+        if out is None:
+            out = []
+            try:
+                out.extend(map(self._converters[name], values))
+            except ValueError as error:
+                raise self._error(name, lines[len(out)], str(error)) from None
+        if self.prefix and name in PATH_COLUMNS:
             out = [_with_prefix(self.prefix, text) for text in out]
         return out
 
@@ -179,7 +179,7 @@ def _convert_plain(name: str, values: Sequence[Any]) -> Sequence[Any] | NDArray[
         except ValueError:
             return None
         return numbers if np.all(numbers >= 0) and np.all(numbers < math.inf) else None
-    if name in TEXT_COLUMNS and kinds == {str}:
+    if name in TEXT_COLUMNS and kinds == {str} and LIST_SEPARATOR not in "".join(values):
         return values if name != "media" or all(map(str.strip, values)) else None
     return None
 
@@ -214,28 +214,32 @@ def _media_value(value: Any) -> str:
         raise ValueError("missing")
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"expected a path, got {value!r}")
-    return value
+    return _join_texts([value])
 
 
 def _caption_value(value: Any) -> str:
     """An empty caption is allowed (unconditional); a list holds several captions of one clip; words stay words."""
     if value is ABSENT:
         raise ValueError("missing")
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return LIST_SEPARATOR.join(value)
-    raise ValueError(f'expected text or a list of texts, got {value!r} (an empty caption is written "")')
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f'expected text or a list of texts, got {value!r} (an empty caption is written "")')
+    return _join_texts(texts)
 
 
 def _optional_text(value: Any) -> str:
     if value is None or value is ABSENT:
         return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return LIST_SEPARATOR.join(value)
-    raise ValueError(f"expected text or a list of texts, got {value!r}")
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected text or a list of texts, got {value!r}")
+    return _join_texts(texts)
+
+
+def _join_texts(texts: Sequence[str]) -> str:
+    if any(LIST_SEPARATOR in text for text in texts):
+        raise ValueError("holds a NUL character")
+    return LIST_SEPARATOR.join(texts)
 
 
 def _number_value(value: Any) -> float:

@@ -21,8 +21,10 @@ from mm_trainer.data.shaping import Crop
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from PIL.ImageFile import ImageFile
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+EXIF_ORIENTATION, EXIF_TURNED = 0x0112, (5, 6, 7, 8)
 RATE_TOLERANCE = 0.05
 """Fraction of a frame that a duration may fall short by: containers round times to a millisecond or so."""
 
@@ -59,20 +61,20 @@ def is_image(path: str | Path) -> bool:
 
 
 def probe(path: str | Path) -> MediaInfo:
-    """Look at a file: the header, and the first frame, since rotation is a frame's property.
+    """Look at a file: its header, and a video's first frame, since rotation is a frame's property.
 
     Raises:
         MediaError: it can't be opened or decoded.
     """
     if is_image(path):
-        height, width = read_image(path).shape[:2]
+        height, width = _image_size(path)
         return MediaInfo(width=width, height=height, frames=1, fps=0.0, duration=0.0)
     with _open_video(path) as (container, stream):
         duration, frames = _extent(container, stream)
         first = next(_decode(container, stream), None)
         if first is None:
             raise MediaError("no frame can be decoded")
-        height, width = first.height, round(first.width * _pixel_aspect(stream))
+        height, width = first.height, round(first.width * (stream.sample_aspect_ratio or 1))
         if first.rotation % 180:
             height, width = width, height
         rate = float(stream.average_rate or 0) or (frames / duration if duration else 1.0)
@@ -121,21 +123,38 @@ def read_image(path: str | Path) -> NDArray[np.uint8]:
     Raises:
         MediaError: it can't be read.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
+
+    with _open_image(path) as file:
+        image: Image.Image = ImageOps.exif_transpose(file)
+        if image.mode in ("I;16", "I;16B", "I;16L", "I"):
+            grey = np.clip(np.asarray(image, dtype=np.int64) // 257, 0, 255).astype(np.uint8)
+            return np.stack([grey] * 3, axis=-1)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return np.asarray(image.convert("RGB"))
+
+
+def _image_size(path: str | Path) -> tuple[int, int]:
+    """(height, width), upright, from the header alone."""
+    with _open_image(path) as file:
+        turned = file.getexif().get(EXIF_ORIENTATION, 1) in EXIF_TURNED
+        return (file.width, file.height) if turned else (file.height, file.width)
+
+
+@contextmanager
+def _open_image(path: str | Path) -> Iterator[ImageFile]:
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(path) as file:
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if image.mode in ("I;16", "I;16B", "I;16L", "I"):
-                grey = np.clip(np.asarray(image, dtype=np.int64) // 257, 0, 255).astype(np.uint8)
-                return np.stack([grey] * 3, axis=-1)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return np.asarray(image.convert("RGB"))
+            yield file
     except FileNotFoundError:
         raise MediaError("no such file") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except UnidentifiedImageError:
+        raise MediaError("can't read the image: unknown format") from None
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise for damaged files
         raise MediaError(f"can't read the image: {error}") from error
 
 
@@ -181,24 +200,16 @@ def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
     return float((end - start) * stream.time_base), count
 
 
-def _pixel_aspect(stream: Any) -> float:
-    return float(stream.sample_aspect_ratio or 1)
-
-
 def _decode(container: InputContainer, stream: Any) -> Iterator[Any]:
     return iter(container.decode(stream))
 
 
-def _start_time(stream: Any) -> float:
-    return float((stream.start_time or 0) * stream.time_base)
-
-
 def _decode_from(container: InputContainer, stream: Any, time: float) -> Iterator[tuple[float, Any]]:
     """Pairs (seconds from the clip's start, frame), from the key frame before ``time`` on."""
-    start = _start_time(stream)
-    if time > 0:
-        container.seek(int((time + start) / stream.time_base), stream=stream)
+    start = float((stream.start_time or 0) * stream.time_base)
     sought = time > 0
+    if sought:
+        container.seek(int((time + start) / stream.time_base), stream=stream)
     for frame in _decode(container, stream):
         if frame.pts is None:
             raise MediaError("a frame has no timestamp")

@@ -157,7 +157,7 @@ class VideoDataset:
         """Digest of what a sample is made from: its row of the metadata, and its files' sizes, heads and tails."""
         row = int(self.clips.row[index])
         names = [self.table.media(row), *(path for column in VACE_COLUMNS for path in self.table.paths(column, row))]
-        words = [*names, *self.table.captions(row), str(self.table.number("first_frame", row))]
+        words = [*names, *self.table.captions(row), *(str(values[row]) for values in self.table.numbers.values())]
         digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=16)
         for name in names:
             digest.update(file_digest(os.path.join(self.folder, name)))
