@@ -53,3 +53,24 @@ def write_published_weights(folder: Path) -> Path:
     assert "layers.1.feed_forward.0.weight" in tensors
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(run_ranks, tmp_path: Path) -> None:
+    """2 → 4 → 1 ranks under `gradient_accumulation_steps: auto`: the trace of an unbroken run, to rounding."""
+    import numpy as np
+
+    common = [
+        "training.micro_batch_size=1",
+        "training.global_batch_size=4",
+        "training.gradient_accumulation_steps=auto",
+        "training.save_interval=4",
+        "training.ema.enable=true",
+    ]
+    whole = run_ranks(
+        train_rank, 1, {}, [f"training.save={tmp_path / 'whole'}", *common, "training.train_iters=12"], RECIPE
+    )
+    moving = [f"training.save={tmp_path / 'moving'}", *common, "training.load=auto"]
+    for ranks, steps in ((2, 4), (4, 8), (1, 12)):
+        records = run_ranks(train_rank, ranks, {}, [*moving, f"training.train_iters={steps}"], RECIPE)[0]
+    assert [record["step"] for record in records] == list(range(1, 13))
+    np.testing.assert_allclose(trace(records), trace(whole[0]), rtol=1e-4)
