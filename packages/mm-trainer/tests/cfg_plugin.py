@@ -60,6 +60,17 @@ class CfgModel(BaseModel):
         return ModelOutput(loss=x.float().square().mean())
 
 
+@register_model("cfg_shaped")
+class CfgShaped(CfgModel):
+    """Takes its width from an architecture, as written in a config.json."""
+
+    architectures = {"small": {"width": 4}}
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Self:
+        return cls(cls.read_architecture(spec)["width"], None, None)
+
+
 @register_container("cfg_container")
 class CfgContainer(ModelContainer):
     """An encoder and a predictor."""

@@ -144,6 +144,22 @@ def test_missing_weights_are_a_note_or_an_error(tmp_path: Path) -> None:
     assert f"config.yaml:{error.line}: model.models.predictor.from_pretrained: " in note
 
 
+@pytest.mark.parametrize("text", [SINGLE, CONTAINER])
+def test_shapes_that_aren_t_here_are_a_note_or_come_from_architecture(tmp_path: Path, text: str) -> None:
+    name = "model" if text is SINGLE else "predictor"
+    key = "model" if text is SINGLE else "model.models.predictor"
+    overrides = [f"{key}.model_id=cfg_shaped", f"{key}.from_pretrained=not/here/yet"]
+    checked = run_check(tmp_path, text, *overrides, files=False)
+    assert checked.built is None
+    assert f"the shapes of {name} are not known" in checked.notes[-1]
+    named = run_check(tmp_path, text, *overrides, f"{key}.architecture=small", files=False)
+    assert named.built is not None
+    error = fails(tmp_path, text, *overrides, f"{key}.architecture=smal", files=False)
+    assert error.key == f"{key}.architecture"
+    error = fails(tmp_path, text, overrides[0], files=False)  # no weights are named, so nothing can be missing here
+    assert error.key == f"{key}.architecture"
+
+
 def test_an_undefined_variable_is_a_note_or_an_error(tmp_path: Path) -> None:
     text = SINGLE.replace("model_id: cfg_model", "model_id: cfg_model\n  from_pretrained: ${WEIGHTS}/model")
     error = fails(tmp_path, text)

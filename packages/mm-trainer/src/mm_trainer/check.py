@@ -95,7 +95,8 @@ def _build(bound: BoundConfig, *, seed: int) -> BuiltModel:
 def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:
     """The sub-model whose shapes ``error`` misses only because its weights aren't on this machine."""
     for name in bound.without_source:
-        if bound.specs[name].architecture is None and error.key == f"model.models.{name}.architecture":
+        spec = bound.specs[name]
+        if spec.architecture is None and error.key == f"{spec.key}.architecture":
             return name
     return None
 

@@ -7,7 +7,6 @@ Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: ``1e-4`` is a number, `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,19 +82,6 @@ class Node:
             item: Node = self.value[int(part)]
             return item
         return None
-
-    def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-        """Every node below this one and itself, with its path."""
-        yield path, self
-        children: Mapping[Any, Node] = (
-            self.value
-            if isinstance(self.value, dict)
-            else dict(enumerate(self.value))
-            if isinstance(self.value, list)
-            else {}
-        )
-        for key, node in children.items():
-            yield from node.walk((*path, key))
 
 
 def parse_yaml(text: str, file: str, *, has_lines: bool = True) -> Node:
