@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mm_checkpoint import CheckpointManager, load_weights
+from mm_checkpoint import CheckpointManager, KeyMap, Split, load_weights
 from mm_checkpoint._box import Box, runs
 from mm_checkpoint._source import bytes_of
-from mm_checkpoint.errors import BadInputError, WeightMismatchError
+from mm_checkpoint.errors import BadInputError, KeyMapError, WeightMismatchError
 
 
 def test_report_says_what_was_done(tmp_path: Path) -> None:
@@ -162,6 +162,16 @@ def test_a_run_as_a_weight_source(tmp_path: Path) -> None:
         load_weights(loaded, tmp_path / "two")
     load_weights(loaded, tmp_path / "two", prefix="model.high.")
     assert torch.equal(loaded.head.weight, model.head.weight + 1)
+
+
+def test_a_map_that_fails_only_counts_where_nothing_else_fits(tmp_path: Path) -> None:
+    """Native names beside a map that can't read them: no error; the same map on names that need it: its own error."""
+    key_map = KeyMap("bad", rules=[("{x*}", "{x*}")], ops=[Split("head.weight", ("a", "b"))])
+    save_file(toys.make_toy().state_dict(), tmp_path / "native.safetensors")
+    load_weights(toys.make_toy(), tmp_path / "native.safetensors", key_map=key_map)
+    save_file({"head.weight": torch.zeros(13, 10)}, tmp_path / "theirs.safetensors")
+    with pytest.raises(KeyMapError, match="can't be cut along dim 0 into 2 parts"):
+        load_weights(toys.make_toy(), tmp_path / "theirs.safetensors", key_map=key_map)
 
 
 def test_runs_of_boxes() -> None:

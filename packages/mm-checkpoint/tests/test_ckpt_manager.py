@@ -310,10 +310,11 @@ def test_leftovers_are_not_checkpoints(tmp_path: Path) -> None:
     dead.mkdir()
     other_host = tmp_path / f".iter_0000002{_files.PARTIAL_MARK}elsewhere-1-abc123"
     other_host.mkdir()
-    (tmp_path / "iter_0000005").mkdir()  # an empty shell, as other tools leave them
+    (tmp_path / "iter_0000002").mkdir()  # an empty shell, as other tools leave them
     assert manager.latest() == tmp_path / "iter_0000001"
-    (tmp_path / "iter_0000005").rmdir()
     manager.save(2, state())
+    assert manager.latest() == tmp_path / "iter_0000002"
+    assert len(list(tmp_path.glob("iter_0000002.damaged-*"))) == 1
     assert not dead.exists()
     assert other_host.exists()
 

@@ -91,7 +91,7 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
             _files.remove(stale)
         _files.publish(partial, folder)
     except BaseException:
-        _files.remove(partial)
+        _files.discard(partial)
         raise
     finally:
         tensors.close()

@@ -292,6 +292,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def discard(path: Path) -> None:
+    """`remove` after a failure, which is the error to report, whatever becomes of this."""
+    with contextlib.suppress(OSError):
+        remove(path)
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -346,7 +352,7 @@ def build_folder(target: Path, *, sync: bool = True) -> Iterator[Path]:
         yield partial
         publish(partial, target, sync=sync)
     except BaseException:
-        remove(partial)
+        discard(partial)
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -18,8 +17,6 @@ from mm_checkpoint.errors import DestinationError
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -91,7 +88,7 @@ class CheckpointManager:
         finally:
             if ranks.is_first:
                 probe.unlink(missing_ok=True)
-        if step:
+        if step > 0:
             self._known.add(step)
 
     def save(self, step: int, state: Mapping[str, Any], *, manifest: Mapping[str, Any] | None = None) -> Path:
@@ -122,8 +119,8 @@ class CheckpointManager:
                 raise ValueError(f"manifest: step {extra['step']} given while saving step {step}")
             if ranks.is_first:
                 self._check_foreign(step, inclusive=True)
-                if (target := self.folder / _discovery.iteration_name(step)).exists():
-                    raise DestinationError(f"{target}: already saved")
+                if step in dict(_discovery.complete_iterations(self.folder)):
+                    raise DestinationError(f"{self.folder / _discovery.iteration_name(step)}: already saved")
             return take_snapshot(state, is_first=ranks.is_first, staging=self._staging)
 
         snapshot = ranks.each(begin)
@@ -137,14 +134,13 @@ class CheckpointManager:
         path = write_checkpoint(self.folder, step, snapshot, extra, ranks, self._options)
         self._known.add(step)
         if ranks.is_first:
-            for deleted in apply_retention(self.folder, step, *self._keep):
-                log.info("deleted %s (keep_last=%s, keep_every=%s)", deleted, *self._keep)
+            apply_retention(self.folder, step, *self._keep)
         return path
 
     def _check_foreign(self, step: int, *, inclusive: bool) -> None:
         foreign = [
             path.name
-            for number, path in _discovery.list_iterations(self.folder)
+            for number, path in _discovery.complete_iterations(self.folder)
             if number not in self._known and (number >= step if inclusive else number > step)
         ]
         if foreign:
@@ -198,7 +194,7 @@ class CheckpointManager:
         if len(set(seen)) > 1:
             raise DestinationError(f"{path}: the ranks see different checkpoints there; it has to be on a shared disk")
         values = ranks.each(lambda: restore(path, state))
-        if step := _discovery.iteration_number(path):
+        if (step := _discovery.iteration_number(path)) is not None:
             self._known.add(step)
         return values
 

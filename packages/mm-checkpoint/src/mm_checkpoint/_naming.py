@@ -70,8 +70,16 @@ def choose_reading(
         WeightMismatchError: several prefixes fit (a run with two equal sub-models): ``prefix`` has to say which.
         KeyMapError: the map isn't one-to-one on these names.
     """
-    readings = list(_readings(source, wanted, form=form, key_map=key_map, prefix=prefix))
+    readings: list[Reading] = []
+    problems: list[KeyMapError] = []
+    for part, candidate, naming in _candidates(source, form=form, key_map=key_map, prefix=prefix):
+        try:
+            readings.append(_read(part, wanted, candidate, naming))
+        except KeyMapError as error:  # raised below, unless another way of reading fits
+            problems.append(error)
     fitting = [reading for reading in readings if reading.fits]
+    if problems and not fitting:
+        raise problems[0]
     if len({reading.naming.partition(" under ")[2] for reading in fitting}) > 1:
         places = ", ".join(reading.naming for reading in fitting)
         raise WeightMismatchError(f"{origin}: several sub-models fit: {places}; say which by its prefix")
@@ -82,9 +90,10 @@ def choose_reading(
     return chosen
 
 
-def _readings(
-    source: TensorSource, wanted: Wanted, *, form: str, key_map: KeyMap | None, prefix: str | None
-) -> Iterator[Reading]:
+def _candidates(
+    source: TensorSource, *, form: str, key_map: KeyMap | None, prefix: str | None
+) -> Iterator[tuple[TensorSource, KeyMap | None, str]]:
+    """The tensors under a prefix, the map to read their names with, and both in words."""
     maps: list[KeyMap | None] = [None] if key_map is None else [None, key_map]
     if form == "diffusers":
         maps.reverse()
@@ -93,7 +102,7 @@ def _readings(
         under = f" under {start!r}" if start else ""
         for candidate in maps:
             naming = "names as they are" if candidate is None else f"key map {candidate.name!r}"
-            yield _read(inner, wanted, candidate, naming + under)
+            yield inner, candidate, naming + under
 
 
 def _prefixes(names: Collection[str], form: str) -> list[str]:

@@ -8,6 +8,8 @@ that nothing takes for a checkpoint, or a complete checkpoint with a tracker tha
 from __future__ import annotations
 
 import dataclasses
+import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mm_checkpoint import _files
 from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
 from mm_checkpoint._dcp_writer import chunk_file_name, write_metadata, write_tensor
-from mm_checkpoint._discovery import TRACKER_NAME, iteration_name
+from mm_checkpoint._discovery import TRACKER_NAME, complete_iterations, damage_of, iteration_name
 from mm_checkpoint._files import FileRecord
 from mm_checkpoint._manifest import make_manifest, write_manifest
 from mm_checkpoint._ranks import Ranks
@@ -26,6 +28,8 @@ from mm_checkpoint.errors import DestinationError, sample
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
+
+log = logging.getLogger(__name__)
 
 Place = tuple[str, tuple[int, ...] | None]
 
@@ -67,7 +71,7 @@ def write_checkpoint(
         ranks.each(lambda: _finish(partial, target, planned, written, extra, options) if planned else None)
     except BaseException:
         if ranks.is_first:
-            _files.remove(partial)
+            _files.discard(partial)
         raise
     return target
 
@@ -167,15 +171,26 @@ def _finish(
     files[METADATA_NAME] = write_metadata(partial, metadata, extents, sync=options.sync)
     write_manifest(partial, make_manifest(files, extra), sync=options.sync)
     if target.exists():
-        raise DestinationError(f"{target}: appeared while this iteration was being written; it was left alone")
+        _set_aside(target)
     _files.publish(partial, target, sync=options.sync)
     _files.replace_text(target.parent / TRACKER_NAME, f"{extra['step']}\n", sync=options.sync)
 
 
-def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Delete complete iterations up to ``step`` that neither rule keeps; return what was deleted.
+def _set_aside(target: Path) -> None:
+    """Make way for an iteration whose damaged older copy lies where it belongs; a complete one is left alone."""
+    damage = damage_of(target)
+    if damage is None:
+        raise DestinationError(f"{target}: appeared while this iteration was being written; it was left alone")
+    aside = target.with_name(f"{target.name}.damaged-{secrets.token_hex(3)}")
+    log.warning("%s is not complete (%s) and becomes %s", target, damage, aside.name)
+    target.rename(aside)
 
-    Iterations beyond ``step`` are another run's and never touched, and the one just written always stays.
+
+def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | None) -> None:
+    """Delete complete iterations up to ``step`` that neither rule keeps.
+
+    Iterations beyond ``step`` are another run's and never touched, and the one just written always stays. What can't be
+    deleted is only warned of: training should not stop for it.
 
     Args:
         folder: the run's folder.
@@ -183,15 +198,17 @@ def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | N
         keep_last: how many of the newest stay; -1 keeps all.
         keep_every: multiples of this number stay as well.
     """
-    from mm_checkpoint._discovery import complete_iterations
-
     if keep_last == -1:
-        return []
+        return
     candidates = [(number, path) for number, path in complete_iterations(folder) if number <= step]
     doomed = [path for number, path in candidates[:-keep_last] if not (keep_every and number % keep_every == 0)]
     for path in doomed:
         # Renamed first: what a killed deletion leaves is not an iteration with files missing.
         leftover = _files.partial_path(path)
-        path.rename(leftover)
-        _files.remove(leftover)
-    return doomed
+        try:
+            path.rename(leftover)
+            _files.remove(leftover)
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", path, error)
+        else:
+            log.info("deleted %s (keep_last %s, keep_every %s)", path, keep_last, keep_every)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_checkpoint._dcp_writer import pickle_value
 from mm_checkpoint._load import local_part
+from mm_checkpoint._source import bytes_of
 from mm_checkpoint._state import flatten
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
         ValueError: two entries with one flat name.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.tensor import DTensor
 
     flat = flatten(state)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -68,8 +70,8 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
     ties = _find_ties(chunks)
     replicated = {name: zlib.crc32(value) for name, value in values.items()}
     for name, tensor in flat.tensors.items():
-        if chunks[name] is not None and type(tensor).__name__ != "DTensor" and tensor.nbytes <= COMPARED_BYTES:
-            replicated[name] = _checksum(chunks[name])
+        if not isinstance(tensor, DTensor) and tensor.nbytes <= COMPARED_BYTES:
+            replicated[name] = zlib.crc32(bytes_of(chunks[name].cpu().contiguous()))
     empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
     if staging is not None:
         chunks = _copy(chunks, ties, staging)
@@ -83,12 +85,6 @@ def _find_ties(chunks: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
             place = (chunk.device, chunk.data_ptr(), tuple(chunk.shape), chunk.stride(), chunk.dtype)
             groups.setdefault(place, []).append(name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    from mm_checkpoint._source import bytes_of
-
-    return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def _copy(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,11 @@ def _convertible(config: WeightSourceConfig) -> WeightSource:
             f"load_format: dcp: {origin} is in {source.format} form and has to be converted, but no cache is named: "
             "set checkpoint_conversion_dir, dcp_cache_dir, dcp_conversion_dir or checkpoint_path"
         )
-    return WeightSource(**{**vars(source), "cache": Path(cache)})
+    return replace(source, cache=Path(cache))
 
 
 def _with_options(source: WeightSource, config: WeightSourceConfig) -> WeightSource:
-    options = {"allow_missing": tuple(config.allow_missing), "broadcast_from_rank0": config.broadcast_from_rank0}
-    return WeightSource(**{**vars(source), **options})
+    return replace(source, allow_missing=tuple(config.allow_missing), broadcast_from_rank0=config.broadcast_from_rank0)
 
 
 def sniff_format(path: str | Path) -> str:
