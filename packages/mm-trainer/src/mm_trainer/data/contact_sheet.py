@@ -37,13 +37,14 @@ def write_contact_sheet(glimpses: Sequence[Glimpse], path: Path) -> None:
     for place, glimpse in enumerate(cells):
         left = GAP + place % COLUMNS * cell_width
         top = GAP + place // COLUMNS * cell_height
-        for number, frame in enumerate(_frames(glimpse)):
+        frames = _frames(glimpse)
+        for number, frame in enumerate(frames):
             sheet.paste(frame, (left + number * (THUMBNAIL + 2), top))
         assert glimpse.frames is not None
         height, width = glimpse.frames.shape[1:3]
         text = f"{glimpse.index}  {width}x{height}  {glimpse.caption or '(empty caption)'}"
         lines = textwrap.wrap(text, width=cell_width // 7, max_lines=LINES, placeholder=" …")
-        draw.multiline_text((left, top + THUMBNAIL + 2), "\n".join(lines), fill="black", spacing=2)
+        draw.multiline_text((left, top + frames[0].height + 2), "\n".join(lines), fill="black", spacing=2)
     sheet.save(path)
 
 
