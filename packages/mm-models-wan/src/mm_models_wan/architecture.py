@@ -5,7 +5,8 @@ Free of torch, so that a configuration can be checked early.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,17 @@ IMAGE_TOKENS = 257
 """Image tokens of a Wan2.1 image-to-video model: 16×16 patches of its CLIP tower and the class token."""
 
 
-def _diffusers(
-    *, in_channels: int, out_channels: int, heads: int, ffn_dim: int, layers: int, head_dim: int = 128
-) -> dict[str, Any]:
+HEAD_DIM = 128
+"""Of every released model."""
+
+
+def _diffusers(*, in_channels: int, out_channels: int, heads: int, ffn_dim: int, layers: int) -> dict[str, Any]:
     """A ``config.json`` as diffusers writes it."""
     return {
         "_class_name": "WanTransformer3DModel",
         "patch_size": [1, 2, 2],
         "num_attention_heads": heads,
-        "attention_head_dim": head_dim,
+        "attention_head_dim": HEAD_DIM,
         "in_channels": in_channels,
         "out_channels": out_channels,
         "text_dim": 4096,
@@ -142,6 +145,50 @@ class WanArchitecture:
             + 2 * (self.freq_dim + dim + 6 * dim) * dim
         )
         return self.num_layers * (self_attention + cross_attention + feed_forward) + outside
+
+
+def infer_architecture(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The ``config.json`` of a single file that came without one, from the shapes of its tensors.
+
+    Args:
+        shapes: tensor name, in the original release's names, maybe under a pack's prefix → shape.
+
+    Raises:
+        ValueError: these are no weights of a Wan transformer, or its heads aren't the released models' 128 wide.
+    """
+    marker = "patch_embedding.weight"
+    prefix = next((name.removesuffix(marker) for name in shapes if name.endswith(marker)), None)
+    try:
+        if prefix is None:
+            raise KeyError(marker)
+        dim, in_channels, *patch = shapes[prefix + marker]
+        head = shapes[f"{prefix}head.head.weight"][0]
+        text_dim = shapes[f"{prefix}text_embedding.0.weight"][1]
+        freq_dim = shapes[f"{prefix}time_embedding.0.weight"][1]
+        ffn_dim = shapes[f"{prefix}blocks.0.ffn.0.weight"][0]
+    except KeyError as error:
+        raise ValueError(
+            f"no tensor {error.args[0]} from which the shapes of a Wan transformer could be read"
+        ) from error
+    if dim % HEAD_DIM:
+        raise ValueError(f"a model dim of {dim} is no multiple of the released models' head dim {HEAD_DIM}")
+    blocks = {
+        name.removeprefix(f"{prefix}blocks.").split(".")[0] for name in shapes if name.startswith(f"{prefix}blocks.")
+    }
+    config = _diffusers(
+        in_channels=in_channels,
+        out_channels=head // math.prod(patch),
+        heads=dim // HEAD_DIM,
+        ffn_dim=ffn_dim,
+        layers=len(blocks),
+    )
+    config |= {"patch_size": patch, "text_dim": text_dim, "freq_dim": freq_dim}
+    if f"{prefix}img_emb.proj.0.weight" in shapes:
+        positions = shapes.get(f"{prefix}img_emb.emb_pos")
+        config["image_dim"] = shapes[f"{prefix}img_emb.proj.0.weight"][0]
+        config["added_kv_proj_dim"] = shapes[f"{prefix}blocks.0.cross_attn.k_img.weight"][1]
+        config["pos_embed_seq_len"] = None if positions is None else positions[1]
+    return config
 
 
 def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:

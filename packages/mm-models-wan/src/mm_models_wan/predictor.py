@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from mm_models_wan.architecture import ARCHITECTURES, WanArchitecture
+from mm_checkpoint import resolve_source
+from mm_models_wan.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
 from mm_models_wan.dit import (
     Block,
     CastLinear,
@@ -76,6 +77,17 @@ class WanPredictor(BaseModel):
         self.blocks = nn.ModuleList(Block(architecture) for _ in range(architecture.num_layers))
         self.head = Head(architecture)
         self._rotary = RotaryTables(architecture.attention_head_dim, architecture.rope_max_seq_len)
+
+    @classmethod
+    def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
+        """As for any model; a file that has no ``config.json`` beside it states its shapes by its tensors."""
+        source = resolve_source(spec.source) if spec.architecture is None else None
+        if source is None or source.config is not None:
+            return super().read_architecture(spec)
+        opened = source.open()
+        shapes = {name: info.shape for name, info in opened.tensors.items()}
+        opened.close()
+        return infer_architecture(shapes)
 
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:

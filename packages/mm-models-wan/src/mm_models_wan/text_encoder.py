@@ -6,14 +6,15 @@ import html
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from mm_checkpoint import LoadReport, WeightSource
+from mm_checkpoint import LoadReport, WeightSource, load_weights
 from mm_models_wan.architecture import TEXT_LENGTH
+from mm_models_wan.original import UMT5_ARCHITECTURES, UMT5_ORIGINAL, original_architecture
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options, Tokenizer
 from mm_trainer.errors import ConfigError
 
@@ -39,6 +40,7 @@ class UMT5TextEncoder(BaseModel):
     """
 
     Options = TextEncoderOptions
+    architectures: ClassVar[Any] = UMT5_ARCHITECTURES
 
     def __init__(
         self, config: dict[str, Any], *, text_length: int = TEXT_LENGTH, attn_implementation: str | None = None
@@ -51,6 +53,11 @@ class UMT5TextEncoder(BaseModel):
         self.text_length = text_length
         self.model = UMT5EncoderModel(settings).eval()
         self.tie()
+
+    @classmethod
+    def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
+        named = original_architecture(spec)
+        return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
 
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
@@ -78,9 +85,12 @@ class UMT5TextEncoder(BaseModel):
             self.model.encoder.embed_tokens.weight = self.model.shared.weight
 
     def setup_weights(self, source: WeightSource, *, allow_missing: Sequence[str] = ()) -> LoadReport:
-        """Files may hold the token table under its shared name only."""
+        """Reads transformers' names and those of the original release; either may hold the token table only once."""
         self.tie()
-        return super().setup_weights(source, allow_missing=(*allow_missing, _TIED))
+        missing = (*allow_missing, _TIED)
+        report = load_weights(self.model, source, key_map=UMT5_ORIGINAL, allow_missing=missing)
+        self.post_load()
+        return report
 
     def post_load(self) -> None:
         self.tie()

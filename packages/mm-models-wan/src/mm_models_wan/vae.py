@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from mm_checkpoint import LoadReport, WeightSource, load_weights
+from mm_models_wan.original import VAE_2_1_ORIGINAL, VAE_2_2_ORIGINAL, VAE_ARCHITECTURES, original_architecture
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
 from mm_trainer.errors import ConfigError
 
@@ -35,6 +37,7 @@ class WanVideoVAE(BaseModel):
     """
 
     Options = VAEOptions
+    architectures: ClassVar[Any] = VAE_ARCHITECTURES
 
     def __init__(self, config: dict[str, Any], options: VAEOptions | None = None) -> None:
         super().__init__()
@@ -51,6 +54,11 @@ class WanVideoVAE(BaseModel):
             model.enable_slicing()
 
     @classmethod
+    def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
+        named = original_architecture(spec)
+        return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
+
+    @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
         config = cls.read_architecture(spec)
         made_by = config.get("_class_name", "AutoencoderKLWan")
@@ -60,10 +68,25 @@ class WanVideoVAE(BaseModel):
                 key=f"model.models.{spec.name}.from_pretrained",
             )
         assert isinstance(spec.options, VAEOptions)
-        return cls(config, spec.options)
+        model = cls(config, spec.options)
+        settled = model.model.config
+        if {len(settled.latents_mean), len(settled.latents_std)} != {settled.z_dim}:
+            raise ConfigError(
+                f"the VAE has {settled.z_dim} latent channels, its config states {len(settled.latents_mean)} means and "
+                f"{len(settled.latents_std)} standard deviations",
+                key=f"model.models.{spec.name}",
+            )
+        return model
 
     def weight_root(self) -> nn.Module:
         return self.model
+
+    def setup_weights(self, source: WeightSource, *, allow_missing: Sequence[str] = ()) -> LoadReport:
+        """Reads diffusers' names and those of the original release."""
+        key_map = VAE_2_2_ORIGINAL if self.model.config.is_residual else VAE_2_1_ORIGINAL
+        report = load_weights(self.model, source, key_map=key_map, allow_missing=tuple(allow_missing))
+        self.post_load()
+        return report
 
     @property
     def latent_channels(self) -> int:
