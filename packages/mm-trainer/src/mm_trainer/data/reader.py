@@ -151,10 +151,10 @@ def _open_image(path: str | Path) -> Iterator[ImageFile]:
         with Image.open(path) as file:
             yield file
     except FileNotFoundError:
-        raise MediaError("no such file") from None
+        raise _missing(path) from None
     except UnidentifiedImageError:
         raise MediaError("can't read the image: unknown format") from None
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's decoders raise for damaged files
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise MediaError(f"can't read the image: {error}") from error
 
 
@@ -169,9 +169,13 @@ def _open_video(path: str | Path) -> Iterator[tuple[InputContainer, Any]]:
             stream.codec_context.thread_count = 1  # parallelism comes from the workers
             yield container, stream
     except FileNotFoundError:
-        raise MediaError("no such file") from None
+        raise _missing(path) from None
     except FFmpegError as error:
-        raise MediaError(f"can't decode: {error.strerror}") from error
+        raise MediaError(f"can't be read: {error.strerror}") from error
+
+
+def _missing(path: str | Path) -> MediaError:
+    return MediaError("remote locations can't be read" if ":/" in str(path) else "no such file")
 
 
 def _video_stream(container: InputContainer) -> Any:
@@ -190,14 +194,14 @@ def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
     """Duration in seconds and number of frames; from the header, else from the packets (nothing is decoded)."""
     if stream.duration and stream.frames:
         return float(stream.duration * stream.time_base), stream.frames
-    start, end, count = math.inf, -math.inf, 0
-    for packet in container.demux(stream):
-        if packet.pts is not None:
-            start, end, count = min(start, packet.pts), max(end, packet.pts + (packet.duration or 0)), count + 1
-    if count == 0:
+    packets = [(packet.pts, packet.duration or 0) for packet in container.demux(stream) if packet.pts is not None]
+    if not packets:
         raise MediaError("no packet with a timestamp")
     container.seek(0)
-    return float((end - start) * stream.time_base), count
+    (first, _), (last, length) = min(packets), max(packets)
+    if not length:  # some containers don't say how long the last frame is shown
+        length = (last - first) // max(1, len(packets) - 1)
+    return float((last + length - first) * stream.time_base), len(packets)
 
 
 def _decode(container: InputContainer, stream: Any) -> Iterator[Any]:
