@@ -82,7 +82,10 @@ def test_short_clips_are_counted_or_floored(tmp_path: Path, caplog: pytest.LogCa
         write_clip(tmp_path / row["video"], frames=11)
     write_clip(tmp_path / "long.mp4", frames=81)
     assert len(open_set(tmp_path, rows, num_frames=81)) == 1
-    assert "3 of 4 skipped: too short: short0.mp4 (11 frames), short1.mp4 (11 frames), short2.mp4" in caplog.text
+    assert (
+        "3 of 4 skipped: too short for 81 frames: short0.mp4 (11 frames), short1.mp4 (11 frames), short2.mp4"
+        in caplog.text
+    )
     with pytest.raises(DataError, match="nothing usable: 3 of 3 skipped: too short"):
         open_set(tmp_path, rows[:3], num_frames=81)
     floored = open_set(tmp_path, rows, num_frames=81, short_clips="floor")

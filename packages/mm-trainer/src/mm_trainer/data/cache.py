@@ -15,6 +15,7 @@ end, and padded again when read. `mm_trainer.data.cache_writer` writes it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +28,14 @@ from torch import Tensor
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.fingerprints import sample_fingerprint
-from mm_trainer.data.report import DataReport
+from mm_trainer.data.report import DataReport, copy_report
 from mm_trainer.data.text import draw_caption
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import keyed_generator
 
+logger = logging.getLogger(__name__)
+
+MISSED = "not in the cache, or changed since: run `mm-trainer cache`"
 FORMAT = 1
 SETTINGS, SHARDS, EMPTY, INDEX = "cache.json", "shards", "empty.safetensors", "index.safetensors"
 
@@ -175,14 +179,17 @@ def pad_rows(tensor: Tensor, length: int) -> Tensor:
 def _match(dataset: MapDataset, fingerprints: NDArray[Any]) -> tuple[NDArray[np.int64], DataReport]:
     """Rows of the index for the samples of a data set, in its order."""
     place = {fingerprint.decode(): row for row, fingerprint in enumerate(fingerprints)}
-    report, rows = DataReport(rows=len(dataset)), []
+    report, rows = copy_report(dataset), []
     with ThreadPoolExecutor() as pool:  # what takes time is the file system
         for index, key in enumerate(pool.map(lambda i: sample_fingerprint(dataset, i), range(len(dataset)))):
             row = place.get(key)
             if row is None:
-                report.skip(f"sample {index}", "not in the cache, or changed since: run `mm-trainer cache`", bad=True)
+                report.skip(f"sample {index}", MISSED, bad=True)
             else:
                 rows.append(row)
+    missed = report.skipped.get(MISSED)
+    if missed is not None:
+        logger.warning("%d of %d samples are %s", missed.count, len(dataset), MISSED)
     return np.array(rows, dtype=np.int64), report
 
 

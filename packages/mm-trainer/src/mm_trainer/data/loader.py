@@ -57,7 +57,7 @@ class BatchLoader:
         shuffle: a new order every epoch; False: always the data set's.
         workers: reading ahead.
         on_bad_sample: ``replace`` or ``error``.
-        max_bad_fraction: distinct bad samples over all samples that are tolerated.
+        max_bad_fraction: share of bad samples that is tolerated; see `BadSampleLog.share`.
 
     Raises:
         DataError: the data set is empty, or too much of it is bad.

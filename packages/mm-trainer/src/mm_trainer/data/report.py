@@ -56,7 +56,7 @@ class DataReport:
         return sum(entry.count for entry in self.skipped.values() if entry.bad)
 
     def lines(self) -> list[str]:
-        """One line per reason: ``3 of 4 skipped: too short: a.mp4 (9 frames), …``."""
+        """One line per reason: ``3 of 4 skipped: too short for 81 frames: a.mp4 (9 frames), …``."""
         out = []
         for entry in self.skipped.values():
             more = f" and {entry.count - len(entry.examples)} more" if entry.count > len(entry.examples) else ""

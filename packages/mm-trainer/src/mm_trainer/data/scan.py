@@ -127,9 +127,13 @@ def scan(
         if progress is not None:
             progress(done, len(table))
     rows = np.array(usable, dtype=np.int64)
-    buckets = Counter[Any](dataset.bucket(index) for index in usable)
-    tokens = {dataset.bucket(index): dataset.tokens(index) for index in usable}
-    counts = [BucketCount(_name(bucket), count, tokens[bucket]) for bucket, count in buckets.most_common()]
+    buckets, tokens = Counter[Any](), Counter[Any]()
+    for index in usable:
+        buckets[dataset.bucket(index)] += 1
+        tokens[dataset.bucket(index)] += dataset.tokens(index)
+    counts = [
+        BucketCount(_name(bucket), count, round(tokens[bucket] / count)) for bucket, count in buckets.most_common()
+    ]
     if not usable:
         return ScanResult(report, (), (0, 0, 0), 0, 0, 0.0, 0, tuple(glimpses))
     order = DataOrder(table.take(rows), micro_batch_size=micro_batch_size, group=data_size * accumulation, seed=seed)

@@ -93,8 +93,8 @@ class VideoDataset:
         number: dict[Bucket | None, int] = {None: -1}
         assigned = np.fromiter((number.setdefault(bucket, len(number) - 1) for bucket in buckets), np.int32)
         for clip in np.flatnonzero(assigned < 0).tolist():
-            frames = clips.available(clip, self.options.fps)
-            self.report.skip(f"{self.table.media(int(clips.row[clip]))} ({frames} frames)", "too short", bad=False)
+            where = f"{self.table.media(int(clips.row[clip]))} ({clips.available(clip, self.options.fps)} frames)"
+            self.report.skip(where, f"too short for {chooser.shortest} frames", bad=False)
         usable = np.flatnonzero(assigned >= 0)
         self.clips, self._bucket_number = clips.take(usable), assigned[usable]
         self._buckets = [bucket for bucket in number if bucket is not None]
