@@ -215,3 +215,21 @@ def test_bad_sample_crosses_processes() -> None:
 
     error = pickle.loads(pickle.dumps(BadSample("a.mp4", "broken")))
     assert (error.where, error.reason) == ("a.mp4", "broken")
+
+
+def test_ranks_that_see_different_data_do_not_start(run_ranks: Any) -> None:
+    """A file that one machine can't read would give its ranks another number of steps; all of them say so instead."""
+    messages = run_ranks(compare_tables, 2)
+    assert all("of 3 to 4 usable samples" in message for message in messages)
+
+
+def compare_tables(rank: int, world_size: int) -> str:
+    from mm_trainer.data.build import check_agreement
+    from mm_trainer.data.order import SampleTable
+
+    check_agreement(SampleTable.build([0] * 4, [1] * 4), torch.device("cpu"))
+    try:
+        check_agreement(SampleTable.build([0] * (4 - rank), [1] * (4 - rank)), torch.device("cpu"))
+    except DataError as error:
+        return str(error)
+    return ""
