@@ -93,10 +93,9 @@ def save_on_two_ranks(folder: Path, numel: int, report: Callable[[int], None], *
             report(step)
 
 
-def convert_for_ever(folder: Path, numel: int, report: Callable[[int], None]) -> None:
+def convert_twice(folder: Path, numel: int, report: Callable[[int], None]) -> None:
     report(0)
-    for to in ("dcp", "diffusers", "dcp"):
-        shutil.rmtree(folder / to, ignore_errors=True)
+    for to in ("dcp", "diffusers"):
         convert(folder / "source", folder / to, to=to, workers=2, max_shard_size=numel)
         report(1)
 
@@ -160,7 +159,9 @@ def run_round(mode: str, folder: Path, numel: int, delay: float, rng: random.Ran
     elif mode in ("save", "async"):
         children = [Child(save_for_ever, folder / mode, numel, asynchronous=mode == "async")]
     else:
-        children = [Child(convert_for_ever if mode == "convert" else fill_cache, folder, numel)]
+        for to in ("dcp", "diffusers"):
+            shutil.rmtree(folder / to, ignore_errors=True)
+        children = [Child(convert_twice if mode == "convert" else fill_cache, folder, numel)]
     for child in children:
         child.wait_until_ready()
     time.sleep(delay)

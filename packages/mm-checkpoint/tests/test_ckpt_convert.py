@@ -136,6 +136,8 @@ def test_destinations_are_never_overwritten(tmp_path: Path, source: Path) -> Non
         convert(source, tmp_path / "folder", to="safetensors")
     with pytest.raises(BadInputError, match="to: 'onnx' is not one of hf"):
         convert(source, tmp_path / "x", to="onnx")
+    with pytest.raises(DestinationError, match="can't be made"):
+        convert(source, tmp_path / "file.safetensors" / "x", to="hf")
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty", to="hf")
 

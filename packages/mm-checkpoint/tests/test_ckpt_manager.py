@@ -15,6 +15,7 @@ import torch
 
 from mm_checkpoint import CheckpointManager, _files, read_manifest
 from mm_checkpoint.errors import (
+    BadInputError,
     CorruptFileError,
     DestinationError,
     IncompleteCheckpointError,
@@ -127,6 +128,45 @@ def test_values_that_would_not_load_are_refused_when_saving(tmp_path: Path, valu
     with pytest.raises((TypeError, ValueError, RuntimeError), match=r"can't be saved|pickle"):
         CheckpointManager(tmp_path).save(1, state(bad=value))
     assert folders(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.sparse.*", "ignore:.*quantiz.*")
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "train.bad is of layout torch.sparse_coo"),
+        (lambda: torch.ones(3, device="meta"), "train.bad is on meta"),
+    ],
+)
+def test_tensors_that_cannot_be_stored(tmp_path: Path, make: Any, match: str) -> None:
+    with pytest.raises(BadInputError, match=match):
+        CheckpointManager(tmp_path).save(1, state(bad=make()))
+    assert folders(tmp_path) == []
+
+
+def test_views_are_stored_as_what_they_show(tmp_path: Path) -> None:
+    """Expanded, transposed, sliced, conjugated and negated views; and none is taken for its base's twin."""
+    base = torch.tensor([[1 + 2j, 3 - 1j], [0 + 1j, 2 + 0j]])
+    views = {
+        "base": base,
+        "t": base.t(),
+        "conj": base.conj(),
+        "neg": base.conj().imag,
+        "row": base[1],
+        "s": base[:, :1],
+    }
+    views["wide"] = torch.tensor([2.0]).expand(5)
+    with CheckpointManager(tmp_path) as manager:
+        path = manager.save(1, {"model": views})
+        found = {name: torch.zeros(view.shape, dtype=view.dtype) for name, view in views.items()}
+        manager.load(path, {"model": found})
+    toys.assert_same(found, {name: view.resolve_conj().resolve_neg() for name, view in views.items()})
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3"])
+def test_steps_are_numbers(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match="is not a number of steps"):
+        CheckpointManager(tmp_path).save(step, state())
 
 
 def test_flat_names_may_not_collide(tmp_path: Path) -> None:
@@ -390,6 +430,8 @@ def test_manifest_fields_are_protected(tmp_path: Path) -> None:
         manager.save(1, state(), manifest={"files": {}})
     with pytest.raises(ValueError, match="manifest: step 3 given while saving step 1"):
         manager.save(1, state(), manifest={"step": 3})
+    with pytest.raises(TypeError, match="manifest: Object of type PosixPath is not JSON"):
+        manager.save(1, state(), manifest={"where": tmp_path})
     path = manager.save(1, state())
     manifest = path / "manifest.json"
     content = json.loads(manifest.read_text())

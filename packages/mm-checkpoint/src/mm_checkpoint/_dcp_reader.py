@@ -215,8 +215,14 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
     tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(tensor, _RebuiltTensor):
         raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is no plain tensor")
-    start = _data_start(window, entries[f"data/{tensor.storage_key}"])
-    start += tensor.storage_offset * _dtypes.itemsize(tensor.dtype)
+    data, itemsize = entries[f"data/{tensor.storage_key}"], _dtypes.itemsize(tensor.dtype)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
+    if (
+        min(tensor.storage_offset, *tensor.stride, 0) < 0
+        or (tensor.storage_offset + last + 1) * itemsize > data.file_size
+    ):
+        raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} reaches beyond its own data")
+    start = _data_start(window, data) + tensor.storage_offset * itemsize
     return _Layout(extent.offset + start, tensor.shape, tensor.stride, tensor.dtype)
 
 

@@ -219,7 +219,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path}: unreadable json: {error}") from error
     if not isinstance(content, dict):
         raise CorruptFileError(f"{path}: holds a json {type(content).__name__}, expected an object")
@@ -341,13 +341,16 @@ def build_folder(target: Path, *, sync: bool = True) -> Iterator[Path]:
     """A folder to fill, which becomes ``target`` in one step when the block ends and vanishes if it raises.
 
     Raises:
-        DestinationError: ``target`` exists and isn't an empty folder.
+        DestinationError: ``target`` exists and isn't an empty folder, or can't be made.
     """
     check_destination(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent, target.name)
     partial = partial_path(target)
-    partial.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent, target.name)
+        partial.mkdir()
+    except OSError as error:
+        raise DestinationError(f"{target}: can't be made: {error}") from error
     try:
         yield partial
         publish(partial, target, sync=sync)

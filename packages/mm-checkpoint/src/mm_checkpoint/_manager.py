@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mm_checkpoint import _discovery, _files
+from mm_checkpoint._manifest import make_manifest
 from mm_checkpoint._ranks import Ranks
 from mm_checkpoint._restore import checkpoint_identity, restore
 from mm_checkpoint._save import WriteOptions, apply_retention, write_checkpoint
@@ -115,8 +117,7 @@ class CheckpointManager:
         extra |= manifest or {}
 
         def begin() -> Snapshot:
-            if extra["step"] != step:
-                raise ValueError(f"manifest: step {extra['step']} given while saving step {step}")
+            _check_manifest(step, extra)
             if ranks.is_first:
                 self._check_foreign(step, inclusive=True)
                 if step in dict(_discovery.complete_iterations(self.folder)):
@@ -223,6 +224,17 @@ class CheckpointManager:
         if self._ranks is None:
             self._ranks = Ranks.current(own_group=True)
         return self._ranks
+
+
+def _check_manifest(step: int, extra: Mapping[str, Any]) -> None:
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: {step!r} is not a number of steps")
+    if extra["step"] != step:
+        raise ValueError(f"manifest: step {extra['step']} given while saving step {step}")
+    try:
+        json.dumps(make_manifest({}, extra))
+    except TypeError as error:
+        raise TypeError(f"manifest: {error}") from error
 
 
 def _own_bytes(state: Mapping[str, Any]) -> int:

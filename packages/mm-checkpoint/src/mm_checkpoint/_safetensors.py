@@ -58,7 +58,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str
         entries = json.loads(raw, object_pairs_hook=_unique_keys)
         metadata = entries.pop("__metadata__", {})
         tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path}: unreadable safetensors header: {error}") from error
     end = 8 + length
     for name, (info, start) in sorted(tensors.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):

@@ -23,6 +23,7 @@ from mm_checkpoint._files import FileRecord
 from mm_checkpoint._manifest import make_manifest, write_manifest
 from mm_checkpoint._ranks import Ranks
 from mm_checkpoint._snapshot import Snapshot
+from mm_checkpoint._source import as_stored
 from mm_checkpoint.errors import DestinationError, sample
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _write_chunks(partial: Path, plan: SavePlan, snapshot: Snapshot, ranks: Rank
                 extents[key, None] = Extent(name, start, file.tell() - start)
             else:
                 offsets = tuple(item.index.offset or ())
-                extents[key, offsets] = write_tensor(file, name, snapshot.chunks[key].cpu().contiguous())
+                extents[key, offsets] = write_tensor(file, name, as_stored(snapshot.chunks[key]))
         return _Written({name: file.finish()}, extents)
 
 

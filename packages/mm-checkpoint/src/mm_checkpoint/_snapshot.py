@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mm_checkpoint import _dtypes
 from mm_checkpoint._dcp_writer import pickle_value
 from mm_checkpoint._load import local_part
-from mm_checkpoint._source import bytes_of
+from mm_checkpoint._source import as_stored, bytes_of
 from mm_checkpoint._state import flatten
+from mm_checkpoint.errors import BadInputError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,7 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
             state may change while it is written; None writes from the live memory.
 
     Raises:
+        BadInputError: a tensor that can't be stored (sparse, quantised, on meta).
         TypeError: a plain value that wouldn't load again.
         ValueError: two entries with one flat name.
     """
@@ -63,6 +66,8 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
     from torch.distributed.tensor import DTensor
 
     flat = flatten(state)
+    for name, tensor in flat.tensors.items():
+        _check_storable(name, tensor)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({**flat.tensors, **flat.values}, is_coordinator=is_first)
     chunks = {name: local_part(tensor).tensor for name, tensor in flat.tensors.items()}
@@ -71,18 +76,31 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
     replicated = {name: zlib.crc32(value) for name, value in values.items()}
     for name, tensor in flat.tensors.items():
         if not isinstance(tensor, DTensor) and tensor.nbytes <= COMPARED_BYTES:
-            replicated[name] = zlib.crc32(bytes_of(chunks[name].cpu().contiguous()))
+            replicated[name] = zlib.crc32(bytes_of(as_stored(chunks[name])))
     empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
     if staging is not None:
         chunks = _copy(chunks, ties, staging)
     return Snapshot(planner.create_local_plan(), chunks, values, flat.paths, ties, empty, replicated)
 
 
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "on meta" if tensor.is_meta else "quantised" if tensor.is_quantized else f"of layout {tensor.layout}"
+        raise BadInputError(f"state: {name} is {kind} and can't be saved")
+    try:
+        _dtypes.from_torch(tensor.dtype)
+    except BadInputError as error:
+        raise BadInputError(f"state: {name}: {error}") from error
+
+
 def _find_ties(chunks: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, chunk in chunks.items():
         if chunk.numel():
-            place = (chunk.device, chunk.data_ptr(), tuple(chunk.shape), chunk.stride(), chunk.dtype)
+            view = (chunk.shape, chunk.stride(), chunk.dtype, chunk.is_conj(), chunk.is_neg())
+            place = (chunk.device, chunk.data_ptr(), *view)
             groups.setdefault(place, []).append(name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
 

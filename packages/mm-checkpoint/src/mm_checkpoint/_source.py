@@ -72,9 +72,15 @@ def read_box(source: TensorSource, key: str, box: Box | None = None) -> torch.Te
     return out
 
 
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is written: on the CPU, contiguous, conjugated and negated; itself if it is so already."""
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable, without a copy."""
     import torch
 
-    flat = tensor.detach().reshape(-1)
+    # Not by reshape: a single element may have any stride and is contiguous all the same.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
