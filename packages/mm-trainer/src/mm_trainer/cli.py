@@ -6,18 +6,15 @@ Exit codes: 0 done; 2 the input is at fault, said in one message; 1 a fault of o
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mm_trainer.errors import ConfigError, InputError
+from mm_trainer.errors import InputError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from mm_trainer.config import RankEnvironment
+    from mm_trainer.config import TrainerConfig
 
 app = typer.Typer(
     name="mm-trainer",
@@ -35,110 +32,74 @@ Overrides = Annotated[
 ]
 
 
+NprocPerNode = Annotated[
+    int | None, typer.Option(min=1, help="Ranks on this node; left out, this process is the only one.")
+]
+Nnodes = Annotated[int, typer.Option(min=1, help="Nodes; run the same command on each.")]
+RdzvEndpoint = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port.")
+]
+RdzvId = Annotated[str | None, typer.Option(help="Name of the job, the same on all its nodes.")]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="Start all ranks again this often after a failure.")]
+
+
 def main() -> None:
     """Entry point: run a command, and turn an error of the input into one message and exit code 2."""
-    from mm_trainer.config.environment import RankEnvironment
-
-    rank = RankEnvironment.read()
     try:
         app(standalone_mode=True)
     except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # noqa: BLE001 - not all of torch's errors are an Exception; sorted by kind below
-        _end(error, rank)
+    except BaseException as error:  # noqa: BLE001 - not all of torch's errors are an Exception; sorted by kind there
+        from mm_trainer.jobs import end_with
 
-
-def _end(error: BaseException, rank: RankEnvironment | None) -> None:
-    """Report ``error`` once for all ranks and leave with its exit code."""
-    from mm_checkpoint.errors import BadInputError
-    from mm_trainer.launch import BAD_INPUT, FAULT, record_failure
-
-    error.__traceback__ = _below_typer(error.__traceback__)
-    bad_input = isinstance(error, InputError | BadInputError)
-    code = BAD_INPUT if bad_input else FAULT
-    if rank is not None:
-        record_failure(rank, error, code)
-        if rank.supervised:  # the launcher prints the first error of all
-            sys.exit(code)
-    if not bad_input:
-        raise error
-    if rank is None or rank.rank == 0:
-        print(f"error: {error}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _below_typer(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the two dozen frames of the command-line library."""
-    start, frame = trace, trace
-    while frame is not None:
-        if frame.tb_frame.f_globals["__name__"].startswith("typer"):
-            start = frame.tb_next
-        frame = frame.tb_next
-    return start
+        end_with(error)
 
 
 @app.command()
 def train(
     config: Config,
     overrides: Overrides = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this node; left out, this process is the only one.")
-    ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes; run the same command on each.")] = 1,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port.")
-    ] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job, the same on all its nodes.")] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, help="Start all ranks again this often after a failure; resumes with training.load=auto."),
-    ] = 0,
-    dry_run: Annotated[bool, typer.Option(help="One step, no checkpoint; shows the memory peak.")] = False,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = 1,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    max_restarts: MaxRestarts = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="One step, no checkpoint; shows the memory peak.")] = False,
 ) -> None:
-    """Train as CONFIG says. Under torchrun this is one of its ranks."""
-    from mm_trainer.config.environment import RankEnvironment
+    """Train as CONFIG says. Under torchrun this is one of its ranks.
 
-    arguments = overrides or []
-    rank = RankEnvironment.read()
-    if rank is not None:
-        if not rank.supervised:  # our own launcher has checked
-            _check_first(config, arguments, world_size=rank.world_size)
-        _run_rank(config, arguments, dry_run=dry_run)
-        return
-    if nproc_per_node is None and nnodes == 1:
-        _check_first(config, arguments, world_size=1)
-        _run_rank(config, arguments, dry_run=dry_run)
-        return
-    if nnodes > 1 and rdzv_endpoint is None:
-        raise InputError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the place where the nodes meet")
-    from mm_trainer.launch import LaunchPlan, launch
+    With training.load=auto, ranks that are started again go on from the newest complete checkpoint.
+    """
+    from mm_trainer.jobs import Job, Ranks, run_job
 
-    ranks = nproc_per_node or 1
-    grace_time_s = _check_first(config, arguments, world_size=ranks * nnodes)
-    plan = LaunchPlan(ranks, nnodes, rdzv_endpoint, rdzv_id, max_restarts, grace_time_s)
-    command = ["-m", "mm_trainer", "train", config, *arguments, *(["--dry-run"] if dry_run else [])]
-    raise typer.Exit(launch(plan, command))
+    flags = ["--dry-run"] if dry_run else []
+    job = Job("train", "mm_trainer.run:train", config, overrides or [], {"dry_run": dry_run}, flags)
+    raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
-def _check_first(config: str, overrides: list[str], *, world_size: int) -> float:
-    """Refuse a configuration that can't start, before any rank does; returns its grace time in seconds."""
-    from mm_trainer.check import check
-    from mm_trainer.config import load_config
+@app.command()
+def cache(
+    config: Config,
+    overrides: Overrides = None,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = 1,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    max_restarts: MaxRestarts = 0,
+    variants: Annotated[int, typer.Option(min=1, help="Crops and captions per sample of the training set.")] = 1,
+) -> None:
+    """Run the frozen encoders over the data sets once and keep their output in data.cache."""
+    from mm_trainer.jobs import Job, Ranks, run_job
 
-    return check(load_config(config, overrides), world_size, require_files=True).config.training.grace_time_s
+    options, flags = {"variants": variants}, ["--variants", str(variants)]
+    job = Job("cache", "mm_trainer.run_cache:cache", config, overrides or [], options, flags, _make_cache_folder)
+    raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
-def _run_rank(config: str, overrides: list[str], *, dry_run: bool) -> None:
-    from mm_trainer.config import load_config, locate
-
-    loaded = load_config(config, overrides)  # before torch, so that a wrong key is answered at once
-    from mm_trainer.run import train as run_training
-
-    try:
-        code = run_training(loaded, dry_run=dry_run)
-    except ConfigError as error:  # raised by a model or an optimizer, which know the key only
-        raise locate(loaded, error) from error
-    raise typer.Exit(code)
+def _make_cache_folder(config: TrainerConfig) -> None:
+    """The folder needn't exist before the command that fills it; an undefined variable in it is refused later."""
+    if config.data.cache is not None and config.data.cache.is_absolute():
+        config.data.cache.mkdir(parents=True, exist_ok=True)
 
 
 @app.command()
