@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib import resources
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
-import yaml
 
 import mm_models_wan
+from mm_checkpoint import KeyMap
+from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer
 
 
 def test_public_names() -> None:
@@ -41,33 +44,35 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def declared_entry_points() -> dict[str, dict[str, str]]:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    return project["entry-points"]
+
+
 def test_entry_points_lead_to_what_they_say() -> None:
-    groups = ("mm_trainer.models", "mm_trainer.containers", "mm_trainer.pipelines", "mm_checkpoint.key_maps")
-    found = {
-        entry.name: entry.load()
-        for group in groups
-        for entry in entry_points(group=group)
-        if entry.value.startswith("mm_models_wan.")
+    kinds = {
+        "mm_trainer.models": BaseModel,
+        "mm_trainer.containers": ModelContainer,
+        "mm_trainer.pipelines": GenerativePipeline,
     }
-    assert found == {
-        "wan_video_vae": mm_models_wan.WanVideoVAE,
-        "UMT5": mm_models_wan.UMT5TextEncoder,
-        "wan2_2_predictor": mm_models_wan.WanPredictor,
-        "wan2_2_container": mm_models_wan.Wan22Container,
-        "wan2_2": mm_models_wan.WAN2_2 if found["wan2_2"] is mm_models_wan.WAN2_2 else mm_models_wan.WanPipeline,
-    }
+    declared = declared_entry_points()
+    assert declared.keys() == {*kinds, "mm_trainer.recipes", "mm_checkpoint.key_maps"}
+    for group, kind in kinds.items():
+        for name, value in declared[group].items():
+            assert issubclass(EntryPoint(name, value, group).load(), kind), name
+    for name, value in declared["mm_checkpoint.key_maps"].items():
+        key_map = EntryPoint(name, value, "mm_checkpoint.key_maps").load()
+        assert isinstance(key_map, KeyMap)
+        assert key_map.name == name
 
 
-def test_every_recipe_file_is_registered_and_is_yaml() -> None:
-    registered = {
-        entry.name: entry.value
-        for entry in entry_points(group="mm_trainer.recipes")
-        if entry.value.startswith("mm_models_wan.")
-    }
-    files = {f.name for f in resources.files("mm_models_wan.recipes").iterdir() if f.name.endswith(".yaml")}
-    assert {value.partition(":")[2] for value in registered.values()} == files
-    for name, value in registered.items():
-        assert name.startswith("wan2_2/")
-        text = resources.files("mm_models_wan.recipes").joinpath(value.partition(":")[2]).read_text()
-        assert set(yaml.safe_load(text)) <= {"parallel", "model", "data", "training", "tools", "features"}
-        assert text.startswith("#"), "a recipe says what it needs"
+RECIPES = Path(str(resources.files("mm_models_wan.recipes")))
+
+
+def test_every_recipe_file_is_registered_and_says_what_it_needs() -> None:
+    registered = declared_entry_points()["mm_trainer.recipes"]
+    files = sorted(file.name for file in RECIPES.glob("*.yaml"))
+    assert registered == {f"wan2_2/{file.removesuffix('.yaml')}": f"mm_models_wan.recipes:{file}" for file in files}
+    for file in files:
+        text = (RECIPES / file).read_text()
+        assert "# Needs:" in text.split("parallel:")[0], file

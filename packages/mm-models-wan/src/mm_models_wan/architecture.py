@@ -23,7 +23,6 @@ HEAD_DIM = 128
 def _diffusers(*, in_channels: int, out_channels: int, heads: int, ffn_dim: int, layers: int) -> dict[str, Any]:
     """A ``config.json`` as diffusers writes it."""
     return {
-        "_class_name": "WanTransformer3DModel",
         "patch_size": [1, 2, 2],
         "num_attention_heads": heads,
         "attention_head_dim": HEAD_DIM,

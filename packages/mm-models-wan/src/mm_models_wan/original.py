@@ -117,9 +117,8 @@ _STD_2_2 = """
 
 VAE_ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     # The class's own defaults are the 2.1 VAE's shapes and statistics.
-    "Wan2.1-VAE": {"_class_name": "AutoencoderKLWan", "z_dim": 16},
+    "Wan2.1-VAE": {"z_dim": 16},
     "Wan2.2-VAE": {
-        "_class_name": "AutoencoderKLWan",
         "base_dim": 160,
         "decoder_base_dim": 256,
         "z_dim": 48,

@@ -182,6 +182,11 @@ class WanPredictor(BaseModel):
                 fan_out, fan_in = param.shape[0], math.prod(param.shape[1:])
                 init.uniform_(param, key, math.sqrt(6 / (fan_in + fan_out)))
 
+    @property
+    def attention_heads(self) -> int:
+        """Heads of self-attention, which a Ulysses degree has to divide."""
+        return self.architecture.num_attention_heads
+
     def input_spec(self) -> InputSpec:
         frames, side, _ = self.architecture.patch_size
         return InputSpec(frame_stride=frames, spatial_multiple=side, channels=self.architecture.in_channels)

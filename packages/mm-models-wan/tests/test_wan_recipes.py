@@ -1,0 +1,35 @@
+"""The shipped recipes pass the same checks as ``mm-trainer check``, for the devices they are written for."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from mm_trainer.check import check
+from mm_trainer.config import load_config
+
+RECIPES = sorted(Path(str(resources.files("mm_models_wan.recipes"))).glob("*x.yaml"))
+BILLIONS = {"t2v_a14b": 14.288, "i2v_a14b": 14.289, "t2v_5b": 5.000, "ti2v_5b": 5.000}
+
+
+def passes(recipe: Path, devices: int) -> None:
+    checked = check(load_config(str(recipe), []), devices, require_files=False)
+    assert checked.built is not None, "shapes come from the named architectures"
+    trained = checked.built.trainable
+    assert set(trained) == ({"predictor", "predictor_2"} if "_both_" in recipe.stem else {"predictor"})
+    expected = next(count for name, count in BILLIONS.items() if recipe.stem.startswith(name))
+    for model in trained.values():
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem.endswith("_8x")], ids=lambda r: r.stem)
+def test_recipe_for_8_devices_passes_check(recipe: Path) -> None:
+    passes(recipe, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem.endswith("_64x")], ids=lambda r: r.stem)
+def test_recipe_for_64_devices_passes_check(recipe: Path) -> None:
+    passes(recipe, 64)
