@@ -14,7 +14,7 @@ FSDP2 wrap → materialise → weights stream into the local shards, or resume �
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -80,16 +80,21 @@ def build_model(
     plan: FSDPPlan,
     features: FeaturesConfig,
     seed: int,
-    resuming: bool,
+    resuming: bool = False,
+    unused: Collection[str] = (),
 ) -> BuiltModel:
     """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
 
     Args:
         resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
+        unused: sub-models that this run never calls (encoders whose output is cached): they stay on meta, without
+            memory or weights.
     """
     from_checkpoint = _checkpointed_names(bound) if resuming else ()
     components = {
-        name: _on_meta(bound, name) if spec.meta_init or name in from_checkpoint else _real(bound, name)
+        name: _on_meta(bound, name)
+        if spec.meta_init or name in from_checkpoint or name in unused
+        else bound.model_classes[name].from_pretrained(spec)
         for name, spec in bound.specs.items()
     }
     built = _assemble(bound, components, seed)
@@ -100,12 +105,14 @@ def build_model(
     opted_out = container is not None and container.fully_shard()
     report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=components if opted_out else None)
     for name, model in components.items():
-        if not bound.specs[name].skip_to_device:
+        if name not in unused and not bound.specs[name].skip_to_device:
             materialize(model, mesh.device)
     sources, loads = {}, {}
     for prefix, model in built.sub_models.items():
         spec = built.specs[prefix]
-        if spec.name in from_checkpoint:
+        if spec.name in unused:
+            sources[prefix] = "none: this run doesn't use it"
+        elif spec.name in from_checkpoint:
             sources[prefix] = "the checkpoint that is resumed"
         elif not spec.meta_init:
             sources[prefix] = _described_source(spec)
@@ -124,10 +131,6 @@ def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
     with meta_parameters():
         model = bound.model_classes[name].from_config(spec)
     return model.to(DTYPES[spec.dtype])
-
-
-def _real(bound: BoundConfig, name: str) -> BaseModel:
-    return bound.model_classes[name].from_pretrained(bound.specs[name])
 
 
 def _described_source(spec: ModelSpec) -> str:

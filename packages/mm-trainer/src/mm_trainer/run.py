@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +36,7 @@ from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.sinks import open_sinks
 from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.engine.stepping import Stepping
+from mm_trainer.environment_report import environment_report
 from mm_trainer.hub import BuiltModel, build_model
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ def make_engine(
         features=config.features,
         seed=training.seed,
         resuming=resume_from is not None or warm_start is not None,
+        unused=frozen_names(bound) if config.data.cache is not None else (),
     )
     optimizers = {
         name: build_optimizer(model, training, prefix=f"{name}." if name else "")
@@ -119,6 +122,8 @@ def make_engine(
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "environment.yaml").write_text(yaml.safe_dump(environment_report()), encoding="utf-8")
     services = Services(
         # Condition batching takes batches ahead of their use, so the position follows from the step.
         data_state=lambda: loader.state_dict(step=progress.step),
@@ -147,6 +152,11 @@ def make_engine(
         last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
         reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
     )
+
+
+def frozen_names(bound: BoundConfig) -> tuple[str, ...]:
+    """The sub-models that make conditions: those that are frozen as a whole."""
+    return tuple(name for name, spec in bound.specs.items() if spec.freeze is True)
 
 
 def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> LearningRate:
