@@ -65,7 +65,7 @@ def _collate_values(values: list[Any], path: str) -> Any:
             raise ValueError(f"samples of one batch differ in the shape of {path}: {sorted(shapes)}")
         if len({value.dtype for value in values}) > 1:
             raise ValueError(f"samples of one batch differ in the dtype of {path}")
-        return torch.stack(values)
+        return torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)  # without a copy
     if isinstance(first, (bool, int, float)):
         return torch.tensor(values)
     return values
