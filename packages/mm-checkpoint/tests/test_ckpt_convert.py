@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,8 @@ def test_cache_follows_its_source(tmp_path: Path, source: Path) -> None:
     toys.write_source(source, toys.as_source(other), shards=3)
     toys.assert_same(load_through_cache(source, cache), dict(other.state_dict()))
     chunk = cache / "iter_0000000" / "__0_0.distcp"
-    for damage in (lambda: chunk.write_bytes(b""), lambda: (chunk.parent / "manifest.json").unlink(), chunk.unlink):
+    metadata = chunk.parent / ".metadata"
+    for damage in (lambda: chunk.write_bytes(b""), metadata.unlink, chunk.unlink, lambda: shutil.rmtree(chunk.parent)):
         damage()
         toys.assert_same(load_through_cache(source, cache), dict(other.state_dict()))
     assert sorted(path.name for path in cache.iterdir()) == [
@@ -210,12 +212,15 @@ def test_checkpoint_path_as_the_cache(tmp_path: Path, source: Path) -> None:
 
 
 def test_a_runs_folder_is_no_cache(tmp_path: Path, source: Path) -> None:
-    run = tmp_path / "run"
+    """Only what this package converted is ever replaced: not a run's iteration 0, nor one that torch alone wrote."""
     for step in (0, 5):
-        CheckpointManager(run).save(step, {"model": {"w": torch.ones(2)}}) if step == 0 else None
-        with pytest.raises(DestinationError, match="holds checkpoints of a run, not a conversion"):
-            load_through_cache(source, run)
-    assert verify(run).ok
+        CheckpointManager(tmp_path / f"run{step}").save(step, {"model": {"w": torch.ones(2)}})
+    shutil.copytree(tmp_path / "run0", tmp_path / "foreign")
+    (tmp_path / "foreign" / "iter_0000000" / "manifest.json").unlink()
+    for name in ("run0", "run5", "foreign"):
+        with pytest.raises(DestinationError, match="are no conversion of ours; name another cache"):
+            load_through_cache(source, tmp_path / name)
+    assert verify(tmp_path / "run0").ok
 
 
 def test_two_jobs_into_one_cache(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

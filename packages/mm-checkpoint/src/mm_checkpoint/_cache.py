@@ -15,7 +15,8 @@ from mm_checkpoint._convert import copy_companions, write_dcp_folder
 from mm_checkpoint._dcp_metadata import METADATA_NAME
 from mm_checkpoint._discovery import TRACKER_NAME, damage_of, iteration_name
 from mm_checkpoint._folders import target_dtypes
-from mm_checkpoint._manifest import read_manifest
+from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
+from mm_checkpoint._safetensors import MAX_HEADER
 from mm_checkpoint.errors import DestinationError
 from mm_checkpoint.sources import WeightSource, find_source
 
@@ -39,7 +40,8 @@ def fingerprint(source: WeightSource) -> str:
         with path.open("rb") as file:
             head = file.read(_EDGE)
             if path.suffix == ".safetensors":
-                head += file.read(max(0, 8 + int.from_bytes(head[:8], "little") - _EDGE))
+                header = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER)
+                head += file.read(max(0, header - _EDGE))
             digest.update(head)
             file.seek(max(0, size - _EDGE))
             digest.update(file.read())
@@ -100,12 +102,11 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
 
 def _check_replaceable(folder: Path) -> None:
     """Only a conversion of ours, or what is left of one, may be replaced."""
-    others = [path.name for path in folder.parent.glob("iter_*") if path.name != folder.name]
-    ours = not (folder / METADATA_NAME).exists() or damage_of(folder) is not None
-    if not ours:
-        ours = "source_fingerprint" in read_manifest(folder)
-    if others or not ours:
-        raise DestinationError(f"{folder.parent}: holds checkpoints of a run, not a conversion; name another cache")
+    others = any(path.name != folder.name for path in folder.parent.glob("iter_*"))
+    manifest = folder / MANIFEST_NAME
+    ours = "source_fingerprint" in _files.read_json(manifest) if manifest.exists() else True
+    if others or not ours or (not manifest.exists() and (folder / METADATA_NAME).exists()):
+        raise DestinationError(f"{folder.parent}: holds checkpoints that are no conversion of ours; name another cache")
 
 
 @contextlib.contextmanager

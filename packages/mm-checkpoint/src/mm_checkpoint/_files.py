@@ -59,12 +59,14 @@ class FileReader:
         """Fill ``view`` from ``offset`` on.
 
         Raises:
-            CorruptFileError: the file ends before.
+            CorruptFileError: the file ends before, is gone or can't be read.
         """
         done = 0
-        descriptor = self._descriptor(path)
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._descriptor(path), [view[done:]], offset + done)
+            except OSError as error:
+                raise CorruptFileError(f"{path}: {error.strerror}") from error
             if count == 0:
                 raise CorruptFileError(f"{path}: ends at byte {offset + done}, expected {len(view) - done} more")
             done += count
@@ -201,7 +203,7 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> FileRecord:
 
 def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Give ``path`` new contents in one step: a reader sees the old text or the new, never less."""
-    temporary = path.with_name(f".{path.name}{PARTIAL_MARK}{secrets.token_hex(4)}")
+    temporary = partial_path(path)
     try:
         write_bytes(temporary, text.encode(), sync=sync)
         temporary.replace(path)

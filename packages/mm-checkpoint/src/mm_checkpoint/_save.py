@@ -79,7 +79,7 @@ def write_checkpoint(
 
 def _begin(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    _files.remove_leftovers(target.parent, "iter_")
+    _files.remove_leftovers(target.parent)
     partial = _files.partial_path(target)
     partial.mkdir()
     return partial
