@@ -147,7 +147,7 @@ def one_step_each(rank, world):
 def test_settings_that_change_no_number(run_ranks):
     """B041 and others: reshard, offload and prefetch settings leave loss and gradients alone."""
     expected = reference_gradients(range(4))
-    for gradients_of_each in run_ranks(one_step_each, 4):
+    for gradients_of_each in run_ranks(one_step_each, 4, timeout=240):
         for options, found in zip(SETTINGS, gradients_of_each, strict=True):
             print(options)
             assert_close(found, expected)
@@ -396,7 +396,7 @@ def all_accumulations(rank, world):
 def test_gradients_are_reduced_when_the_plan_says(run_ranks):
     """B037: a container of several roots, 4 micro-steps: reductions counted, gradients those of one big batch."""
     expected, afterwards = reference_gradients(range(16)), reference_gradients((0, 4, 8, 12))
-    for outcomes in run_ranks(all_accumulations, 4):
+    for outcomes in run_ranks(all_accumulations, 4, timeout=240):
         for counts, (found_counts, found, again) in zip(REDUCTIONS.values(), outcomes, strict=True):
             assert found_counts == counts
             assert_close(found, expected)
