@@ -219,11 +219,16 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DestinationError, match="save elsewhere, or resume from there"):
             fresh.save(step, state())
     assert folders(tmp_path) == ["iter_0000100"]
+    elsewhere = CheckpointManager(tmp_path / "other")
+    elsewhere.save(100, state())
+    fresh.load(tmp_path / "other" / "iter_0000100", state())  # a warm start makes nothing in this folder ours
+    with pytest.raises(DestinationError, match="this run did not write"):
+        fresh.prepare(0)
     resumed = CheckpointManager(tmp_path, keep_last=1)
     resumed.load(tmp_path / "iter_0000100", state())
     resumed.prepare(100)
     resumed.save(102, state())
-    assert folders(tmp_path) == ["iter_0000102"]
+    assert folders(tmp_path) == ["iter_0000102", "other"]
 
 
 def test_saving_one_step_twice(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
 from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
 from mm_checkpoint._dcp_writer import chunk_file_name, describe_tensor, write_metadata, write_tensor
 from mm_checkpoint._files import (
@@ -24,7 +23,14 @@ from mm_checkpoint._files import (
     remove,
     sync_folder,
 )
-from mm_checkpoint._folders import DEFAULT_SHARD_SIZE, drop_ties, parse_size, target_dtypes, write_model_folder
+from mm_checkpoint._folders import (
+    DEFAULT_SHARD_SIZE,
+    drop_ties,
+    parse_size,
+    target_dtypes,
+    total_bytes,
+    write_model_folder,
+)
 from mm_checkpoint._manifest import MANIFEST_NAME, make_manifest, read_manifest, write_manifest
 from mm_checkpoint._mapped import apply_key_map, strip_prefix
 from mm_checkpoint._safetensors import SafetensorsSource, chunk_boxes, stream_pieces, write_file
@@ -96,39 +102,23 @@ def convert(
         if key_map is not None:
             tensors = apply_key_map(tensors, key_map, to="source" if to == "diffusers" else "native")
         dtypes = target_dtypes(tensors, dtype)
-        total = sum(Box.full(i.shape).numel * _dtypes.itemsize(dtypes[n]) for n, i in tensors.tensors.items())
+        total = total_bytes(tensors, dtypes)
         if on_start is not None:
             on_start(total)
         metadata = _free_metadata(found, opened)
-        extra = {"converted_from": found.format, "metadata": metadata}
         if to == "safetensors":
             _write_one_file(target, tensors, dtypes, metadata, total, on_bytes)
-        else:
-            with build_folder(target) as partial:
-                check_free_space(partial, total)
-                if to == "dcp":
-                    write_dcp_folder(
-                        partial,
-                        tensors,
-                        dtypes=dtypes,
-                        workers=workers,
-                        companions=copy_companions(found, partial),
-                        extra=extra,
-                        on_bytes=on_bytes,
-                    )
-                else:
-                    write_model_folder(
-                        partial,
-                        tensors,
-                        dtypes=dtypes,
-                        stem=DIFFUSERS_STEM if to == "diffusers" else HF_STEM,
-                        companions=copy_companions(found, partial),
-                        metadata=metadata,
-                        max_shard_size=limit,
-                        workers=workers,
-                        extra=extra,
-                        on_bytes=on_bytes,
-                    )
+            return Conversion(target, len(tensors.tensors), total)
+        shared: dict[str, Any] = {"dtypes": dtypes, "workers": workers, "on_bytes": on_bytes}
+        shared["extra"] = {"converted_from": found.format, "metadata": metadata}
+        with build_folder(target) as partial:
+            check_free_space(partial, total)
+            shared["companions"] = copy_companions(found, partial)
+            if to == "dcp":
+                write_dcp_folder(partial, tensors, **shared)
+            else:
+                stem = DIFFUSERS_STEM if to == "diffusers" else HF_STEM
+                write_model_folder(partial, tensors, stem=stem, metadata=metadata, max_shard_size=limit, **shared)
         return Conversion(target, len(tensors.tensors), total)
     finally:
         opened.close()

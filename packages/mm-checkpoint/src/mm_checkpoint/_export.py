@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mm_checkpoint._folders import (
     parse_size,
     stem_of,
     target_dtypes,
+    total_bytes,
     write_model_folder,
 )
 from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
@@ -112,7 +112,7 @@ def export(
     source = DcpSource(iteration)
     try:
         jobs = [_prepare(source, model, to, dtype, key_maps or {}) for model in models]
-        total = sum(job.nbytes for job in jobs)
+        total = sum(total_bytes(job.tensors, job.dtypes) for job in jobs)
         if on_start is not None:
             on_start(total)
         with build_folder(target) as partial:
@@ -134,11 +134,6 @@ class _Job:
     model: SubModel
     tensors: TensorSource
     dtypes: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        shapes = {name: info.shape for name, info in self.tensors.tensors.items()}
-        return sum(math.prod(shapes[name]) * _dtypes.itemsize(dtype) for name, dtype in self.dtypes.items())
 
 
 def _prepare(source: DcpSource, model: SubModel, to: str, dtype: str | None, key_maps: Mapping[str, KeyMap]) -> _Job:

@@ -58,6 +58,11 @@ def target_dtypes(source: TensorSource, dtype: str | None, original: Mapping[str
     return result
 
 
+def total_bytes(source: TensorSource, dtypes: Mapping[str, str]) -> int:
+    """Bytes of all tensors, stored in these element types."""
+    return sum(math.prod(i.shape) * _dtypes.itemsize(dtypes[n]) for n, i in source.tensors.items())
+
+
 def drop_ties(source: TensorSource, preferred: Sequence[str] = ()) -> TensorSource:
     """Keep one name of those that share their bytes: a preferred one, else the shortest."""
     groups: dict[tuple[str, int], list[str]] = {}
@@ -126,7 +131,7 @@ def write_model_folder(
         files = dict(zip(names, pool.map(write, zip(names, shards, strict=True)), strict=True))
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(math.prod(i.shape) * _dtypes.itemsize(dtypes[n]) for n, i in source.tensors.items())
+        total = total_bytes(source, dtypes)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         files[f"{stem}.safetensors.index.json"] = write_bytes(
             folder / f"{stem}.safetensors.index.json", dump_json(index), sync=sync

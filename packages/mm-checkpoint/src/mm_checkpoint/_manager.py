@@ -195,7 +195,8 @@ class CheckpointManager:
         if len(set(seen)) > 1:
             raise DestinationError(f"{path}: the ranks see different checkpoints there; it has to be on a shared disk")
         values = ranks.each(lambda: restore(path, state))
-        if (step := _discovery.iteration_number(path)) is not None:
+        step = _discovery.iteration_number(path)
+        if step is not None and path.resolve().parent == self.folder.resolve():
             self._known.add(step)
         return values
 
