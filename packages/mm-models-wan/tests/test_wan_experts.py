@@ -39,6 +39,9 @@ def test_two_predictors_without_saying_so_are_refused() -> None:
 def test_each_expert_has_its_own_range(tiny_wan: Path) -> None:
     container = build_container(tiny_wan, BOTH, predictor="transformer")
     assert container.checkpoint_submodels == ("predictor", "predictor_2")
+    assert container.validation_views() == container.checkpoint_submodels
+    spec = container.input_spec()
+    assert (spec.frame_stride, spec.spatial_multiple, spec.text_length) == (4, 16, 512)
     described = container.pipeline.describe()["experts"]
     assert described["predictor"]["noise_range"] == [0.875, 1.0]
     assert described["predictor_2"]["noise_range"] == [0.0, 0.875]

@@ -43,8 +43,8 @@ class Fp32Linear(nn.Linear):
     """A Linear that computes in float32 whatever dtype its weight has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias)
+        # Not in one call, whose result may be a view: a unit of FSDP2 should return none.
+        return F.linear(x.float(), self.weight.float()) + self.bias.float()
 
 
 class CastLinear(nn.Linear):
