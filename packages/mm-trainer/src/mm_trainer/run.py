@@ -30,7 +30,7 @@ from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.engine import Services, TrainEngine, to_device
 from mm_trainer.engine.lr import LearningRate
 from mm_trainer.engine.metrics import MetricsWriter
-from mm_trainer.engine.optim import NamedOptimizer, build_optimizer
+from mm_trainer.engine.optim import NamedOptimizer, build_optimizers
 from mm_trainer.engine.profiling import ProfileWindows
 from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.sinks import open_sinks
@@ -96,12 +96,11 @@ def make_engine(
         resuming=resume_from is not None or warm_start is not None,
         unused=frozen_names(bound) if config.data.cache is not None else (),
     )
-    optimizers = {
-        name: build_optimizer(model, training, prefix=f"{name}." if name else "")
-        for name, model in built.trainable.items()
-    }
+    if isinstance(built.model, ModelContainer) and built.model.pipeline is not None:
+        built.model.pipeline.cross_submodel_prefetch = config.parallel.fsdp_plan.cross_submodel_prefetch
+    optimizers = build_optimizers(built.trainable, training)
     ema = _make_ema(built, training)
-    resolved_text = dump_resolved(config)
+    resolved_text = dump_resolved(bound.config)  # with the plugins' own keys settled too
     checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
     loader = build_loader(config, bound, mesh)
     progress = Progress()
@@ -253,14 +252,20 @@ def process_group(environment: RankEnvironment | None, device_type: str, *, time
         environment: None for a single process that no launcher started; it meets itself over a file, which needs no
             port and so can't collide with another job.
     """
-    with tempfile.TemporaryDirectory() as rendezvous:
-        rank = environment or RankEnvironment()
+    timeout = timedelta(seconds=timeout_s)
+    rank = environment or RankEnvironment()
+    with tempfile.TemporaryDirectory() as folder:
+        if environment is None:
+            store: dist.Store = dist.FileStore(f"{folder}/store", 1)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
             process_group_backend(device_type),
-            init_method="env://" if environment else f"file://{rendezvous}/store",
+            # torchrun's store outlives its ranks: without a name of their own, restarted ones would meet the dead.
+            store=dist.PrefixStore(f"mm_trainer/{rank.restarts}", store),
             rank=rank.rank,
             world_size=rank.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
         # No collective on the way out of an error: peers may be gone. The process's end tears the group down.
         yield

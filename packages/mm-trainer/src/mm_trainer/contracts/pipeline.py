@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from mm_parallel import prefetch
 from mm_trainer.contracts.model import BaseModel
 from mm_trainer.contracts.spec import Options
 
@@ -67,6 +68,10 @@ class GenerativePipeline(ABC):
     from ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
     """
 
+    cross_submodel_prefetch = False
+    """``parallel.fsdp_plan.cross_submodel_prefetch``; set by the framework."""
+    _inside_forward = False
+
     @classmethod
     @abstractmethod
     def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
@@ -100,11 +105,24 @@ class GenerativePipeline(ABC):
         """The four stages in order; conditions that condition batching already made are used as they are."""
         conditions = batch.get("conditions")
         if conditions is None:
-            conditions = self.prepare_conditions(container, batch)
+            self._inside_forward = True
+            try:
+                conditions = self.prepare_conditions(container, batch)
+            finally:
+                self._inside_forward = False
         inputs = self.noising(container, conditions, batch)
         output = self.compute_loss(self.predict(container, inputs), inputs)
         tokens, flops = self.work(container, inputs)
         return replace(output, tokens=tokens, flops=flops)
+
+    def prefetch(self, model: nn.Module) -> None:
+        """Start gathering what ``model`` needs first, to be called before the sub-model that runs ahead of it.
+
+        Does nothing unless the configuration asks for it. Only inside `forward`: gathered for a later optimizer step,
+        weights would be stale by then, without a word.
+        """
+        if self.cross_submodel_prefetch and self._inside_forward:
+            prefetch(model)
 
     def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
         """Tokens and forward FLOPs of a micro-batch, for the logs; 0 where they aren't known."""

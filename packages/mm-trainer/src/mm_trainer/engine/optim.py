@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,30 +80,49 @@ class NamedOptimizer:
         return targets
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig, *, prefix: str) -> NamedOptimizer:
-    """AdamW over the trainable parameters of one sub-model.
+def build_optimizers(models: Mapping[str, nn.Module], config: TrainingConfig) -> dict[str, NamedOptimizer]:
+    """AdamW over the trainable parameters of each sub-model.
 
     Groups are formed by weight decay (``no_decay_params``), learning-rate scale (``lr_scaling_plan``) and kind of
     tensor: torch's foreach and fused kernels refuse a group that mixes sharded and plain tensors.
 
     Args:
-        prefix: of the full parameter names, with its dot (``"predictor."``).
+        models: prefix of parameter names (``"predictor"``; empty on the single-model path) → sub-model.
+        config: the patterns in it are matched against the full names of all of them together.
     """
-    named = {f"{prefix}{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    undecayed = match_parameters(named, config.no_decay_params, key="training.no_decay_params")
+    named = {
+        prefix: {f"{prefix}.{name}" if prefix else name: p for name, p in model.named_parameters() if p.requires_grad}
+        for prefix, model in models.items()
+    }
+    every_name = [name for parameters in named.values() for name in parameters]
+    undecayed = match_parameters(every_name, config.no_decay_params, key="training.no_decay_params")
     scales: dict[str, float] = {}
     for i, rule in enumerate(config.lr_scaling_plan):
-        for name in match_parameters(named, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules"):
+        for name in match_parameters(every_name, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules"):
             if name in scales:
                 raise ConfigError(f"two rules scale the learning rate of {name}", key=f"training.lr_scaling_plan.{i}")
             scales[name] = rule.scale
+    return {
+        prefix: NamedOptimizer(
+            AdamW(
+                _groups(parameters, undecayed, scales, config.weight_decay),
+                lr=config.lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.adam_eps,
+                fused=True,
+            ),
+            {parameter: name for name, parameter in parameters.items()},
+        )
+        for prefix, parameters in named.items()
+    }
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter], undecayed: Set[str], scales: Mapping[str, float], weight_decay: float
+) -> list[dict[str, Any]]:
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
-    for name, parameter in named.items():
-        decay = 0.0 if name in undecayed else config.weight_decay
-        key = (decay, scales.get(name, 1.0), isinstance(parameter, DTensor))
-        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": key[1]})
-        group["params"].append(parameter)
-    optimizer = AdamW(
-        list(groups.values()), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=True
-    )
-    return NamedOptimizer(optimizer, {parameter: name for name, parameter in named.items()})
+    for name, parameter in parameters.items():
+        decay, scale = 0.0 if name in undecayed else weight_decay, scales.get(name, 1.0)
+        key = (decay, scale, isinstance(parameter, DTensor))
+        groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": scale})["params"].append(parameter)
+    return list(groups.values())

@@ -88,7 +88,9 @@ class FlowMatchPipeline(GenerativePipeline):
     @torch.no_grad()
     def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
         components = container.get_sub_models()
+        self.prefetch(components["text_encoder"])
         latents = components["ae"](batch["video"])
+        self.prefetch(components[self.predictor_role])
         context = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
         return {"latents": latents, "context": context}
 
