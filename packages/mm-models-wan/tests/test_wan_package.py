@@ -18,6 +18,7 @@ from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer
 
 def test_public_names() -> None:
     assert mm_models_wan.__all__ == [
+        "SampleRequest",
         "UMT5TextEncoder",
         "WAN2_2",
         "Wan22Container",
@@ -25,6 +26,7 @@ def test_public_names() -> None:
         "WanArchitecture",
         "WanPipeline",
         "WanPredictor",
+        "WanSampler",
         "WanSchedulerOptions",
         "WanVideoVAE",
         "build_schedule",

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "SampleRequest": "sampling",
     "UMT5TextEncoder": "text_encoder",
     "WAN2_2": "key_map",
     "Wan22Container": "container",
@@ -16,6 +17,7 @@ _HOMES = {
     "WanArchitecture": "architecture",
     "WanPipeline": "pipeline",
     "WanPredictor": "predictor",
+    "WanSampler": "sampling",
     "WanSchedulerOptions": "schedule",
     "WanVideoVAE": "vae",
     "build_schedule": "schedule",
