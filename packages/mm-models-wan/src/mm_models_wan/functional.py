@@ -179,11 +179,8 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
-    out = torch.empty(x.shape, dtype=even.dtype, device=x.device)
-    out_even, out_odd = out.unflatten(-1, (-1, 2)).unbind(-1)
-    torch.mul(even, cos, out=out_even).addcmul_(odd, sin, value=-1)
-    torch.mul(odd, cos, out=out_odd).addcmul_(even, sin)
-    return out.to(x.dtype)
+    turned = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)
+    return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
 
 
 class _GeluLinear(torch.autograd.Function):
