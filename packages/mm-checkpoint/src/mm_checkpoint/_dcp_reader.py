@@ -27,6 +27,7 @@ from mm_checkpoint.errors import CorruptFileError
 if TYPE_CHECKING:
     import torch
 
+_EDGE = 2 << 10
 _LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
 _STORAGE_TYPES = {
     "BoolStorage": "bool",
@@ -177,10 +178,12 @@ def _describe(stored: StoredTensor) -> TensorInfo:
 
 
 class _Window(io.RawIOBase):
-    """A read-only file made of one extent, for `zipfile`."""
+    """A read-only file made of one extent, for `zipfile`; its ends, where all but the data lies, are read once."""
 
     def __init__(self, reader: FileReader, path: Path, extent: Extent) -> None:
         self._reader, self._path, self._extent, self._position = reader, path, extent, 0
+        edge = min(_EDGE, extent.length)
+        self._edges = [(start, reader.read(path, extent.offset + start, edge)) for start in {0, extent.length - edge}]
 
     def readable(self) -> bool:
         return True
@@ -199,7 +202,11 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._extent.length - self._position))
-        if count:
+        for start, raw in self._edges:
+            if start <= self._position and self._position + count <= start + len(raw):
+                view[:count] = raw[self._position - start :][:count]
+                break
+        else:
             self._reader.read_into(self._path, self._extent.offset + self._position, view[:count])
         self._position += count
         return count
@@ -207,7 +214,7 @@ class _Window(io.RawIOBase):
 
 def _parse_item(window: _Window, extent: Extent) -> _Layout:
     """Find the tensor data inside one ``torch.save`` archive."""
-    with zipfile.ZipFile(io.BufferedReader(window, 1024)) as archive:
+    with zipfile.ZipFile(window) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in entries and _read_entry(window, entries["byteorder"]) != b"little":
             raise CorruptFileError(f"{extent.file}: stored on a big-endian machine")

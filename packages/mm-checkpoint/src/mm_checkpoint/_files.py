@@ -1,8 +1,8 @@
 """Reading byte ranges, and writing files that are on the disk when we say so.
 
 [Note: pipelined flush] A plain copy fills the page cache first and waits for the disk afterwards. `DurableFile` starts
-an ``fdatasync`` in a second thread every `FLUSH_EVERY` bytes, so the disk works while the next bytes are read, cast and
-hashed; the flush at the end then has little left to do.
+an ``fdatasync`` in another thread every `FLUSH_EVERY` bytes, so the disk works while the next bytes are read and cast,
+and the flush at the end has little left to do. Each piece is hashed in yet another thread while it is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from mm_checkpoint.errors import CorruptFileError, DestinationError, SaveError
 
 CHECKSUM = "crc32"  # chosen by measurement, see the README
-WRITE_PIECE = 1 << 20  # small enough to be in the cache still when it is written after being hashed
+WRITE_PIECE = 1 << 20  # small enough for the processor's caches, so that hashing and writing read memory once
 SMALL_WRITE = 64 << 10
 FLUSH_EVERY = 64 << 20
 PARTIAL_MARK = ".partial-"
@@ -108,7 +108,7 @@ class DurableFile:
         self._crc: int | None = 0 if checksum else None
         self._sync = sync
         self._unflushed = 0
-        self._flusher: ThreadPoolExecutor | None = None
+        self._helpers = ThreadPoolExecutor(2, "durable-file")  # starts no thread before it is given work
         self._flush: Future[None] | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -130,14 +130,20 @@ class DurableFile:
             self._append(memoryview(small))
 
     def _append(self, piece: memoryview) -> None:
-        if self._crc is not None:
-            self._crc = zlib.crc32(piece, self._crc)
+        hashing = None
+        if self._crc is not None and len(piece) == WRITE_PIECE:
+            hashing = self._helpers.submit(zlib.crc32, piece, self._crc)
         try:
             self._put(piece)
         except OSError as error:
             error.filename = str(self._path)
             self.failure = error
             raise
+        finally:
+            if hashing is not None:
+                self._crc = hashing.result()
+            elif self._crc is not None:
+                self._crc = zlib.crc32(piece, self._crc)
         self._size += len(piece)
         self._unflushed += len(piece)
         if self._sync and self._unflushed >= FLUSH_EVERY:
@@ -171,16 +177,13 @@ class DurableFile:
             if not self._flush.done():
                 return
             self._flush.result()
-        if self._flusher is None:
-            self._flusher = ThreadPoolExecutor(1, "flush")
-        self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
+        self._flush = self._helpers.submit(os.fdatasync, self._descriptor)
         self._unflushed = 0
 
     def _end_flush(self) -> None:
-        if self._flusher is not None:
-            self._flusher.shutdown(wait=True)
-            if self._flush is not None:
-                self._flush.result()
+        self._helpers.shutdown(wait=True)
+        if self._flush is not None:
+            self._flush.result()
 
 
 @contextlib.contextmanager
