@@ -137,17 +137,9 @@ def load_weights(
     def plan() -> _Plan | None:
         if not ranks.is_first:
             return None
-        found = converted(source)
-        tensors = found.open()
+        tensors, made = _open(source, targets, wanted, key_map, prefix)
         opened.append(tensors)
-        reading = choose_reading(
-            tensors, wanted, form=found.format, key_map=key_map, prefix=prefix, origin=str(found.path)
-        )
-        opened[:] = [reading.source]
-        infos = dict(reading.source.tensors)
-        _check_casts(infos, targets, found.path)
-        names = _distinct(reading.source, wanted)
-        return _Plan(reading.naming, reading.dropped, infos, names)
+        return made
 
     try:
         agreed = ranks.together(plan)[0]
@@ -174,6 +166,28 @@ class _Plan:
     dropped: tuple[str, ...]
     infos: dict[str, TensorInfo]
     names: tuple[str, ...]
+
+
+def _open(
+    source: WeightSource,
+    targets: Mapping[str, torch.Tensor],
+    wanted: Wanted,
+    key_map: KeyMap | None,
+    prefix: str | None,
+) -> tuple[TensorSource, _Plan]:
+    """Open the source (converted, if it asks for that) under the module's names, and check that it fits."""
+    found = converted(source)
+    tensors = found.open()
+    try:
+        reading = choose_reading(
+            tensors, wanted, form=found.format, key_map=key_map, prefix=prefix, origin=str(found.path)
+        )
+        infos = dict(reading.source.tensors)
+        _check_casts(infos, targets, found.path)
+        return reading.source, _Plan(reading.naming, reading.dropped, infos, _distinct(reading.source, wanted))
+    except BaseException:
+        tensors.close()
+        raise
 
 
 def _targets(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -114,11 +114,11 @@ def _prefixes(names: Collection[str], form: str) -> list[str]:
 
 def _read(source: TensorSource, wanted: Wanted, key_map: KeyMap | None, naming: str) -> Reading:
     stored = source.tensors
-    uncovered: list[str] = []
+    uncovered: set[str] = set()
     native = source
     if key_map is not None:
-        uncovered = key_map.uncovered(stored, to="native")
-        covered = rename(source, {name: name for name in stored.keys() - set(uncovered)}) if uncovered else source
+        uncovered = set(key_map.uncovered(stored, to="native"))
+        covered = rename(source, {name: name for name in stored if name not in uncovered}) if uncovered else source
         native = apply_key_map(covered, key_map, to="native")
     names = native.tensors.keys()
     surplus = names - wanted.shapes.keys()

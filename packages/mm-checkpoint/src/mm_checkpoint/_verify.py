@@ -9,7 +9,7 @@ from pathlib import Path
 from mm_checkpoint import _discovery
 from mm_checkpoint._dcp_metadata import METADATA_NAME
 from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._files import read_json
+from mm_checkpoint._files import read_json, safe_join
 from mm_checkpoint._manifest import MANIFEST_NAME, find_damage, read_manifest
 from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.sources import find_source
@@ -54,9 +54,9 @@ def _verify_any(result: Verification, path: Path, on_bytes: Callable[[int], None
     elif path.is_dir() and (_discovery.list_iterations(path) or (path / _discovery.TRACKER_NAME).exists()):
         _verify_run(result, path, on_bytes)
     elif (path / "model_index.json").is_file():
-        components = [name for name, value in read_json(path / "model_index.json").items() if isinstance(value, list)]
-        for name in components:
-            folder = path / name
+        index = path / "model_index.json"
+        for name in [name for name, value in read_json(index).items() if isinstance(value, list)]:
+            folder = safe_join(path, name, found_in=str(index))
             if (folder / MANIFEST_NAME).is_file() or (folder.is_dir() and _has_weights(folder)):
                 _verify_any(result, folder, on_bytes)
     else:
