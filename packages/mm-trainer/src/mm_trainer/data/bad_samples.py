@@ -52,7 +52,7 @@ class LoadedBatch:
 
     def pin_memory(self) -> LoadedBatch:
         """Finished, in page-locked memory; torch calls it in a thread of its own, beside the training."""
-        return self if self.batch is None else replace(self, batch=_pin(finish_pixels(self.batch)))
+        return self if self.batch is None else replace(self, batch=_pin(finish_pixels(self.batch, pinned=True)))
 
 
 def join(loaded: Sequence[Loaded]) -> LoadedBatch:
