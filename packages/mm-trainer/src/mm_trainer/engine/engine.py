@@ -114,13 +114,14 @@ class TrainEngine:
         gc.disable()  # ranks that collect at different steps make all the others wait
         try:
             with self.services.requests.installed():
-                self._loop()
+                self.run_steps()
         finally:
             gc.enable()
         if self.services.checkpoints is not None:
             self.services.checkpoints.close()
 
-    def _loop(self) -> None:
+    def run_steps(self) -> None:
+        """The loop itself, up to the last step or a stop request; `train` is what surrounds it."""
         window = LogWindow(self.mesh, alternating=self.services.stepping.alternates)
         while self.progress.step < self.total_steps:
             step = self.progress.step + 1

@@ -47,7 +47,7 @@ class ProfileWindows:
     def before(self, step: int) -> None:
         """Start what begins with ``step``, counted from 1."""
         if self._starts(self._profile, step):
-            self._profiler = torch.profiler.profile(record_shapes=True, with_stack=False)
+            self._profiler = torch.profiler.profile()
             self._profiler.start()
         if self._starts(self._memory, step) and self._device is not None:
             torch.get_device_module(self._device).memory._record_memory_history(max_entries=100_000)

@@ -1,0 +1,186 @@
+"""What the engine costs around a step: engine over bare loop, and asynchronous checkpoints over none.
+
+    torchrun --nproc-per-node 2 packages/mm-trainer/benchmarks/engine_overhead.py
+
+A transformer of 36 M parameters (dim 512, 8 layers, 8 heads, feed-forward 2048), 1,024 tokens, float32, FSDP2 by
+blocks. Three loops over the same model and batches, interleaved round by round in one process group: the bare forward,
+backward, clip and optimizer step; the engine with logging every step; the engine that also saves every 10 steps in the
+background. Ratios are of medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mm_checkpoint import CheckpointManager
+from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, clip_grad_norm, parallelize
+from mm_trainer.config.training import LoggingConfig, MemoryProfileConfig, ProfileConfig, TrainingConfig
+from mm_trainer.contracts import BaseModel, InputSpec, ModelOutput, ModelSpec
+from mm_trainer.engine.engine import Services, TrainEngine
+from mm_trainer.engine.lr import LearningRate
+from mm_trainer.engine.metrics import MetricsWriter
+from mm_trainer.engine.optim import build_optimizers
+from mm_trainer.engine.profiling import ProfileWindows
+from mm_trainer.engine.signals import RequestWatcher
+from mm_trainer.engine.sinks import open_sinks
+from mm_trainer.engine.state import CheckpointIO, Progress
+from mm_trainer.hub import BuiltModel
+
+DIM, LAYERS, HEADS, FFN, TOKENS = 512, 8, 8, 2048, 1024
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        # As many parameters as cross-attention has, without a second sequence.
+        self.gates, self.mix = nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, DIM)
+        self.ffn = nn.Sequential(nn.Linear(DIM, FFN), nn.GELU(), nn.Linear(FFN, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = self.qkv(F.layer_norm(x, (d,))).view(b, s, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, d))
+        a, scale, shift, g = self.gates(F.layer_norm(x, (d,))).chunk(4, -1)
+        x = x + self.mix((a + scale * shift) * g.sigmoid())
+        return x + self.ffn(F.layer_norm(x, (d,)))
+
+
+class Model(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(DIM, DIM)
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Model:
+        return cls()
+
+    def input_spec(self) -> InputSpec:
+        return InputSpec()
+
+    def forward(self, x: Tensor, sample_key: Tensor) -> ModelOutput:
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        return ModelOutput((self.head(y) - x).square().mean())
+
+
+def batches() -> Iterator[dict[str, Any]]:
+    x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+    while True:
+        yield {"x": x, "sample_key": torch.tensor([0])}
+
+
+def make_engine(model: Model, mesh: ParallelMesh, folder: Path, *, save_interval: int) -> TrainEngine:
+    training = TrainingConfig(train_iters=10**6, lr=1e-5, save=folder, save_interval=save_interval, keep_last=1)
+    built = BuiltModel(model, {"": model}, ("",), {"": ModelSpec("model", "bench", source=_no_source())})
+    optimizers = build_optimizers(built.trainable, training)
+    manager = CheckpointManager(folder, keep_last=1, async_save=True)
+    main_rank = mesh.rank == 0
+    return TrainEngine(
+        built,
+        optimizers=optimizers,
+        mesh=mesh,
+        config=training,
+        learning_rate=LearningRate(1e-5, 0.0, "constant", 0, 10**6),
+        batches=batches(),
+        services=Services(
+            data_state=dict,
+            checkpoints=CheckpointIO(manager, built, optimizers, resolved_config="") if save_interval else None,
+            metrics=MetricsWriter(open_sinks(folder, LoggingConfig()) if main_rank else [], enabled=main_rank),
+            requests=RequestWatcher(folder),
+            profiles=ProfileWindows(
+                ProfileConfig(), MemoryProfileConfig(), folder=folder, rank=mesh.rank, sub_models={}, optimizers={}
+            ),
+        ),
+        progress=Progress(),
+    )
+
+
+def _no_source() -> Any:
+    from mm_checkpoint import WeightSourceConfig
+
+    return WeightSourceConfig()
+
+
+def bare(model: Model, steps: int, optimizer: torch.optim.Optimizer, source: Iterator[dict[str, Any]]) -> None:
+    for _ in range(steps):
+        model(**next(source)).loss.backward()
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def run_engine(engine: TrainEngine, steps: int) -> None:
+    engine.total_steps = engine.progress.step + steps
+    engine.run_steps()
+
+
+def timed(work: Callable[[], None], steps: int) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    return (time.perf_counter() - started) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(os.environ.get("BENCH_FOLDER", tempfile.gettempdir())) / "engine_overhead"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    mesh = ParallelMesh.build(MeshSizes(shard=dist.get_world_size()))
+    torch.manual_seed(0)
+    model = Model()
+    plan = FSDPPlan(apply_modules=("blocks.{*}",), param_dtype="fp32", reduce_dtype="fp32")
+    parallelize(model, mesh=mesh, plan=plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    plain = make_engine(model, mesh, folder / "plain", save_interval=0)
+    saving = make_engine(model, mesh, folder / "saving", save_interval=10)
+    source, steps = batches(), arguments.steps
+    loops: dict[str, Callable[[], None]] = {
+        "bare loop": lambda: bare(model, steps, optimizer, source),
+        "engine": lambda: run_engine(plain, steps),
+        "engine, saving every 10 steps": lambda: run_engine(saving, steps),
+    }
+    for work in loops.values():
+        work()  # first steps build states and compile nothing anew later
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(arguments.rounds):
+        for name, work in loops.items():
+            seconds[name].append(timed(work, steps))
+    if dist.get_rank() == 0:
+        parameters = sum(p.numel() for p in model.parameters())
+        print(f"{parameters / 1e6:.1f} M parameters, {TOKENS} tokens, {dist.get_world_size()} ranks")
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        for name, median in medians.items():
+            print(f"  {name:32}{median:8.3f} s/step")
+        print(f"  engine / bare                   {medians['engine'] / medians['bare loop']:8.3f}")
+        print(f"  saving / not saving             {medians['engine, saving every 10 steps'] / medians['engine']:8.3f}")
+    saving.services.checkpoints.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
