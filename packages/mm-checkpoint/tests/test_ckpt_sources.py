@@ -10,7 +10,7 @@ from typing import Any
 import ckpt_helpers as toys
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mm_checkpoint import WeightSourceConfig, convert, find_source, load_weights, resolve_source, sniff_format
 from mm_checkpoint.errors import CheckpointError, CorruptFileError, SourceError, WeightMismatchError
@@ -96,6 +96,23 @@ def test_variants(tmp_path: Path) -> None:
         find_source(tmp_path, variant="bf16")
     (tmp_path / f"{STEM}.safetensors").unlink()
     assert find_source(tmp_path).files[0].name == f"{STEM}.fp16.safetensors"
+
+
+@pytest.mark.parametrize("index", [f"{STEM}.safetensors.index.fp16.json", f"{STEM}.fp16.safetensors.index.json"])
+def test_sharded_variants(sharded: Path, index: str) -> None:
+    """fp16 shards beside the plain ones: each set by its own index, whichever way that is named."""
+    for path in sorted(sharded.glob("*.safetensors")):
+        halves = {name: tensor.half() for name, tensor in load_file(path).items()}
+        save_file(halves, path.with_name(path.name.replace(STEM, f"{STEM}.fp16")))
+    plain = sharded / f"{STEM}.safetensors.index.json"
+    (sharded / index).write_text(plain.read_text().replace(STEM, f"{STEM}.fp16"))
+    assert {info.dtype for info in find_source(sharded).open().tensors.values()} == {"float32"}
+    for found in (find_source(sharded, variant="fp16"), find_source(sharded / index)):
+        assert {info.dtype for info in found.open().tensors.values()} == {"float16"}
+    plain.unlink()
+    for path in sharded.glob(f"{STEM}-*.safetensors"):
+        path.unlink()
+    assert {info.dtype for info in find_source(sharded).open().tensors.values()} == {"float16"}
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "a\\b", ""])

@@ -37,7 +37,7 @@ from mm_checkpoint._safetensors import SafetensorsSource, chunk_boxes, stream_pi
 from mm_checkpoint._source import TensorSource
 from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.key_map import KeyMap, get_key_map
-from mm_checkpoint.sources import DIFFUSERS_STEM, HF_STEM, WeightSource, find_source
+from mm_checkpoint.sources import DIFFUSERS_STEM, HF_STEM, WeightSource, find_source, is_weight_index
 
 CONVERT_FORMS = ("hf", "diffusers", "dcp", "safetensors")
 # Small files that make a folder usable (configuration, tokenizer) travel along; weights and indexes don't.
@@ -239,7 +239,7 @@ def copy_companions(found: WeightSource, folder: Path) -> dict[str, FileRecord]:
         return records
     origin = found.files[0] if found.format == "dcp" else found.path
     for path in sorted(origin.iterdir()):
-        weighs = path.name.endswith(".index.json") or path.name == MANIFEST_NAME or not path.is_file()
+        weighs = is_weight_index(path.name) or path.name == MANIFEST_NAME or not path.is_file()
         if not weighs and path.suffix in _COMPANIONS and path.stat().st_size <= _COMPANION_LIMIT:
             shutil.copyfile(path, folder / path.name)
             records[path.name] = checksum_file(folder / path.name)

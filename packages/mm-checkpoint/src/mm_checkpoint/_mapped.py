@@ -99,6 +99,13 @@ def apply_key_map(source: TensorSource, key_map: KeyMap, *, to: str) -> MappedSo
         KeyMapError: a name that no rule covers, two that collide, an incomplete group of tensors to join, or a shape
             that can't be cut as the map says.
     """
+    try:
+        return _apply(source, key_map, to)
+    except KeyMapError as error:
+        raise KeyMapError(f"{source.path}: {error}") from error
+
+
+def _apply(source: TensorSource, key_map: KeyMap, to: str) -> MappedSource:
     side = 0 if to == "native" else 1
     rest = dict(source.tensors)
     mapped: dict[str, Mapped] = {}

@@ -182,7 +182,7 @@ class KeyMap:
         keys = list(keys)
         uncovered = self.uncovered(keys, to=to)
         if uncovered:
-            raise KeyMapError(f"key map {self.name}: no rule covers {len(uncovered)} name(s): {sample(uncovered)}")
+            raise KeyMapError(self._explain(uncovered, 0 if to == "native" else 1))
         renamed: dict[str, str] = {}
         for key in keys:
             new = self.to_native(key) if to == "native" else self.to_source(key)
@@ -190,6 +190,12 @@ class KeyMap:
                 renamed[key] = new
         self._check_one_to_one(renamed, to)
         return renamed
+
+    def _explain(self, uncovered: list[str], side: int) -> str:
+        rules = [*(self.exact if side == 0 else self._inverse), *(pair[side] for pair in self.rules)]
+        hint = nearest(min(uncovered), rules, 1)
+        guess = f"; nearest rule: {hint[0]}" if hint else ""
+        return f"key map {self.name}: no rule covers {len(uncovered)} name(s): {sample(uncovered)}{guess}"
 
     def _check_one_to_one(self, renamed: Mapping[str, str], to: str) -> None:
         origin: dict[str, str] = {}

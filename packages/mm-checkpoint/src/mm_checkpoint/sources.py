@@ -22,6 +22,8 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 HF_STEM = "model"
 _PICKLED = (".bin", ".pth", ".pt")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_INDEX = re.compile(r"[^.]+\.(?:([^.]+)\.)?(?:safetensors|bin)\.index(?:\.([^.]+))?\.json")
+_FILE = re.compile(r"[^.]+?(?:\.([^.]+?))?(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin|pth|pt)")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def find_source(path: Path, declared: str = "auto", *, variant: str | None = Non
     if form == "dcp":
         folder = find_weights_iteration(path)
         return WeightSource(path, form, (folder,), config=_read_config(path))
-    if path.is_file() and not path.name.endswith(".index.json"):
+    if path.is_file() and not is_weight_index(path.name):
         if path.suffix not in (".safetensors", *_PICKLED):
             raise SourceError(f"{path}: neither .safetensors nor one of {', '.join(_PICKLED)}")
         return WeightSource(path, form, (path,), config=_read_config(path.parent))
@@ -172,8 +174,8 @@ def _weight_files(
 ) -> tuple[tuple[Path, ...], dict[str, str] | None]:
     """The files that belong together: those of an index, or a single file; safetensors before pickles."""
     if index is None:
-        index = _choose(folder, sorted(folder.glob("*.index.json")), variant)
-    if index is not None and _is_weight_index(index):
+        index = _choose(folder, [f for f in sorted(folder.iterdir()) if is_weight_index(f.name)], variant)
+    if index is not None:
         weight_map = _read_index(index)
         files = [safe_join(folder, name, found_in=str(index)) for name in dict.fromkeys(weight_map.values())]
         missing = [file.name for file in files if not file.is_file()]
@@ -194,19 +196,26 @@ def _weight_files(
 def _choose(folder: Path, files: list[Path], variant: str | None) -> Path | None:
     """One of several candidates: the asked variant, else the one without, else the only one."""
     if variant is not None:
-        files = [f for f in files if f".{variant}." in f.name or f".{variant}-" in f.name]
+        files = [f for f in files if _variant_of(f.name) == variant]
     elif len(files) > 1:
-        usual = [f for f in files if f.name.split(".")[0] in (HF_STEM, DIFFUSERS_STEM, "pytorch_model")]
-        plain = [f for f in usual if f.name.count(".") == (3 if f.name.endswith(".index.json") else 1)]
-        safe = [f for f in plain if "safetensors" in f.name]
-        files = safe or plain or files
+        plain = [f for f in files if _variant_of(f.name) is None]
+        usual = [f for f in plain if f.name.split(".")[0] in (HF_STEM, DIFFUSERS_STEM, "pytorch_model")]
+        safe = [f for f in usual if ".safetensors" in f.name]
+        files = safe or usual or files
     if len(files) > 1:
         raise SourceError(f"{folder}: several sets of weights: {sample(f.name for f in files)}; name one file")
     return files[0] if files else None
 
 
-def _is_weight_index(path: Path) -> bool:
-    return path.is_file() and path.name.endswith(".index.json")
+def is_weight_index(name: str) -> bool:
+    """Whether a file of this name says which tensor lies in which shard."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def _variant_of(name: str) -> str | None:
+    """``fp16`` for ``model.fp16.safetensors``, its shards, and either way of naming their index."""
+    match = _INDEX.fullmatch(name) or _FILE.fullmatch(name)
+    return next((found for found in match.groups() if found), None) if match else None
 
 
 def _read_index(path: Path) -> dict[str, str]:
