@@ -149,10 +149,10 @@ def test_ti2v_weights_train_text_to_video_with_the_timestep_on_every_token(tiny_
 @pytest.mark.parametrize(
     ("fixture", "task", "message"),
     [
-        ("tiny_wan", "i2v", r"task i2v feeds the transformer 36 channels .*transformer take 16"),
-        ("tiny_i2v", "t2v", r"task t2v feeds the transformer 16 channels .*transformer take 36"),
-        ("tiny_ti2v", "i2v", r"task i2v feeds the transformer 100 channels .*transformer take 48"),
-        ("tiny_wan", "ti2v", r"own timestep, which the weights in .*transformer are not made for"),
+        ("tiny_wan", "i2v", r"task i2v feeds the transformer 36 channels .*transformer takes 16"),
+        ("tiny_i2v", "t2v", r"task t2v feeds the transformer 16 channels .*transformer takes 36"),
+        ("tiny_ti2v", "i2v", r"task i2v feeds the transformer 100 channels .*transformer takes 48"),
+        ("tiny_wan", "ti2v", r"own timestep, which .*transformer isn't made for"),
     ],
 )
 def test_a_task_that_does_not_fit_the_weights_is_refused(

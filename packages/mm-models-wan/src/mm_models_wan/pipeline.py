@@ -73,14 +73,13 @@ class WanPipeline(FlowMatchPipeline):
         needs = cls.model_channels(ae)
         if shapes.in_channels != needs:
             raise ConfigError(
-                f"task {cls.task} feeds the transformer {needs} channels (with a VAE of {ae.latent_channels}), but the "
-                f"weights in {place} take {shapes.in_channels}",
+                f"task {cls.task} feeds the transformer {needs} channels (with a VAE of {ae.latent_channels}), but "
+                f"{place} takes {shapes.in_channels}",
                 key=f"model.models.{name}",
             )
         if shapes.out_channels != ae.latent_channels:
             raise ConfigError(
-                f"the weights in {place} predict {shapes.out_channels} channels, the VAE's latents have "
-                f"{ae.latent_channels}",
+                f"{place} predicts {shapes.out_channels} channels, the VAE's latents have {ae.latent_channels}",
                 key=f"model.models.{name}",
             )
 
@@ -105,7 +104,7 @@ class WanPipeline(FlowMatchPipeline):
     # --- stages --------------------------------------------------------------------------------------------------
 
     def forward(self, container: ModelContainer, **batch: Any) -> ModelOutput:
-        if "conditions" not in batch:
+        if batch.get("conditions") is None:
             predictor = container.get_sub_models()[self.predictor_role]
             batch["conditions"] = self._encode(container, batch, then=predictor)
         return super().forward(container, **batch)
@@ -205,8 +204,8 @@ class CleanFirstFramePipeline(WanPipeline):
         super().check_weights(name, predictor, ae)
         if not predictor.release.per_token_timesteps:
             raise ConfigError(
-                f"task ti2v gives every token its own timestep, which the weights in {predictor.release.weights} are "
-                "not made for (TI2V-5B is: expand_timesteps in its model_index.json, or architecture: TI2V-5B)",
+                f"task ti2v gives every token its own timestep, which {predictor.release.weights} isn't made for "
+                "(TI2V-5B is: expand_timesteps in its model_index.json, or architecture: TI2V-5B)",
                 key=f"model.models.{name}",
             )
         if predictor.architecture.patch_size[0] != 1:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mm_models_wan.architecture import ARCHITECTURES
 from mm_trainer.contracts import ModelSpec
+from mm_trainer.errors import ConfigError
 
 Expert = Literal["high", "low"]
 
@@ -33,26 +34,37 @@ class WanRelease:
     """Which of two experts the weights are, as far as their folder's name tells."""
     per_token_timesteps: bool = False
     """Made for a clean first latent frame with timestep 0 (TI2V-5B)."""
-    weights: str = "no weight folder"
-    """Where the weights are, for messages."""
+    weights: str = "the transformer"
+    """What the weights are, for messages: their folder, or a named architecture."""
 
 
 def read_release(spec: ModelSpec) -> WanRelease:
     """Look beside the weights: ``model_index.json`` of a diffusers pipeline, or the folder names of the original
-    release; failing these, the name of the architecture."""
+    release; failing these, the name of the architecture.
+
+    Raises:
+        ConfigError: a ``model_index.json`` that is no JSON.
+    """
     named = spec.architecture if isinstance(spec.architecture, str) else None
     boundary, per_token = BOUNDARIES.get(named or ""), named == "TI2V-5B"
-    place = spec.source.checkpoint_path or spec.source.from_pretrained
-    if place is None:
-        return WanRelease(boundary, None, per_token)
-    folder = Path(place)
-    index = folder.parent / "model_index.json"
-    if index.is_file():
-        stated = json.loads(index.read_text())
+    places = [Path(place) for place in (spec.source.checkpoint_path, spec.source.from_pretrained) if place]
+    if not places:
+        return WanRelease(boundary, None, per_token, weights=f"architecture {named}" if named else "the transformer")
+    # A checkpoint_path may be a conversion cache, which has no pipeline around it.
+    folder = next((place for place in places if _index(place).is_file()), places[0])
+    if _index(folder).is_file():
+        try:
+            stated = json.loads(_index(folder).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{_index(folder)} is no JSON: {error}", key=f"model.models.{spec.name}") from error
         boundary = stated.get("boundary_ratio")
         per_token = bool(stated.get("expand_timesteps", False))
     expert = _FOLDER_EXPERTS.get(folder.name) if boundary is not None or folder.name.endswith("noise_model") else None
     return WanRelease(boundary, expert, per_token, weights=str(folder))
+
+
+def _index(folder: Path) -> Path:
+    return folder.parent / "model_index.json"
 
 
 def boundary_by_channels(in_channels: int) -> float | None:

@@ -58,14 +58,15 @@ class RotaryTables:
         return self._kept[key]
 
     def _make(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        # A table made under inference mode could not be saved for a later backward.
+        # A table made under inference mode could not be saved for a later backward. Made on the CPU: not every device
+        # has float64.
         with torch.inference_mode(False), torch.no_grad():
             columns = []
             for axis, (length, dims) in enumerate(zip(grid, axis_dims(self.head_dim), strict=True)):
-                frequency = THETA ** -(torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
-                angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequency)
+                frequency = THETA ** -(torch.arange(0, dims, 2, dtype=torch.float64, device="cpu") / dims)
+                angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
                 view = [1, 1, 1, angle.shape[1]]
                 view[axis] = length
                 columns.append(angle.view(view).expand(*grid, angle.shape[1]))
             angles = torch.cat(columns, dim=-1).reshape(1, -1, 1, self.head_dim // 2)
-            return angles.cos().float(), angles.sin().float()
+            return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
