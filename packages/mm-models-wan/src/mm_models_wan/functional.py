@@ -11,7 +11,6 @@ Shapes: B batch, S tokens, D model dim, H heads, d dims of a head; n is S for on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,11 +193,12 @@ class _GeluLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        activated, slope = _gelu_and_slope(x)
+        activated, sigmoid = _gelu_and_sigmoid(x)
         d_weight = rows.t().mm(activated.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        del activated  # of the widest activations, only as many as needed at once
-        return slope(grad.matmul(weight)), d_weight, d_bias
+        if sigmoid is None:
+            return torch.ops.aten.gelu_backward(grad.matmul(weight), x, approximate="tanh"), d_weight, d_bias
+        return _gelu_slope_(x, activated, sigmoid).mul_(grad.matmul(weight)), d_weight, d_bias
 
 
 # GELU's tanh approximation is x·sigmoid(2u) with 2u = A·x + B·x³. torch's kernel for it takes 8 ns per element on a
@@ -219,14 +219,17 @@ def _gelu_sigmoid(x: Tensor) -> Tensor:
     return torch.addcmul(x.new_tensor(_GELU_A), x, x, value=_GELU_B).mul_(x).sigmoid_()
 
 
-def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """GELU(x), and the function that takes its gradient to that of x, in place where it can."""
+def _gelu_and_sigmoid(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """GELU(x), and where it is made in steps the sigmoid in it."""
     if not _in_steps(x):
-        activated = F.gelu(x, approximate="tanh")
-        return activated, lambda grad: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-    # With s = sigmoid(2u): d(x·s) = s + x·s·(1 − s)·(A + 3B·x²).
+        return F.gelu(x, approximate="tanh"), None
     sigmoid = _gelu_sigmoid(x)
-    activated = x * sigmoid
-    slope = torch.addcmul(x.new_tensor(_GELU_A), x, x, value=3 * _GELU_B).mul_(activated)
-    slope.addcmul_(slope, sigmoid, value=-1).add_(sigmoid)
-    return activated, slope.mul_
+    return x * sigmoid, sigmoid
+
+
+def _gelu_slope_(x: Tensor, activated: Tensor, sigmoid: Tensor) -> Tensor:
+    """GELU'(x) = s + x·s·(1 − s)·(A + 3B·x²) with s = sigmoid(2u), in the memory of ``sigmoid``; ``activated``, x·s, is
+    used up. These are the widest tensors of a block, so no third one is made."""
+    activated.addcmul_(activated, sigmoid, value=-1)
+    sigmoid.add_(activated, alpha=_GELU_A)
+    return sigmoid.add_(activated.mul_(x).mul_(x), alpha=3 * _GELU_B)
