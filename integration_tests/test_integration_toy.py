@@ -74,3 +74,43 @@ def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(run_ranks, tmp_pa
         records = run_ranks(train_rank, ranks, {}, [*moving, f"training.train_iters={steps}"], RECIPE)[0]
     assert [record["step"] for record in records] == list(range(1, 13))
     np.testing.assert_allclose(trace(records), trace(whole[0]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["parallel.ulysses_parallel_size=1", "parallel.ulysses_parallel_size=2"])
+def test_condition_batching_changes_no_number(run_ranks, tmp_path: Path, layout: str) -> None:
+    """Four, and three, micro-batches encoded together; over a context-parallel group each rank encodes its share."""
+    import numpy as np
+
+    common = [layout, "training.train_iters=4", "training.gradient_accumulation_steps=2", "training.micro_batch_size=1"]
+    traces = {}
+    for together in (1, 4, 3):
+        settings = [*common, f"training.condition_mbs={together}", f"training.save={tmp_path / str(together)}"]
+        traces[together] = trace(run_ranks(train_rank, 2, {}, settings, RECIPE)[0])
+    np.testing.assert_allclose(traces[4], traces[1], rtol=1e-5)
+    np.testing.assert_allclose(traces[3], traces[1], rtol=1e-5)
+
+
+def encode_unequal_windows(rank: int, world_size: int) -> list[int]:
+    """Rank 0's window falls into three stacks, rank 1's into one; returns the batches of each encoder call."""
+    import torch
+    import torch.distributed as dist
+
+    from mm_trainer.engine.conditions import ConditionBatcher
+
+    widths = [3, 4, 5] if rank == 0 else [3, 3, 3]
+    window = [{"video": torch.full((1, w), float(w)), "sample_key": torch.tensor([i])} for i, w in enumerate(widths)]
+    calls = []
+
+    def prepare(stacked):
+        calls.append(len(stacked["sample_key"]))
+        dist.barrier()  # as the all-gather of a sharded encoder: every rank must come equally often
+        return {"latents": stacked["video"].sum(1)}
+
+    encoded = list(ConditionBatcher(window, prepare, every=3))
+    assert [float(batch["conditions"]["latents"]) for batch in encoded] == [float(w * w) for w in widths]
+    return calls
+
+
+def test_ranks_with_fewer_shapes_call_the_encoders_as_often(run_ranks) -> None:
+    """Otherwise a sharded text encoder would wait for ever."""
+    assert run_ranks(encode_unequal_windows, 2, timeout=30) == [[1, 1, 1], [3, 3, 3]]

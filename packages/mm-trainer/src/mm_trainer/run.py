@@ -220,7 +220,8 @@ def _batches(loader: BatchLoader, built: BuiltModel, training: TrainingConfig, m
     def prepare(batch: Batch) -> Any:
         return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
 
-    return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs))
+    group = mesh.context_parallel().group
+    return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs, context_group=group))
 
 
 # --- the process --------------------------------------------------------------------------------------------------
