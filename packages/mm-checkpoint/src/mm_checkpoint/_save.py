@@ -22,9 +22,9 @@ from mm_checkpoint._discovery import TRACKER_NAME, complete_iterations, damage_o
 from mm_checkpoint._files import FileRecord
 from mm_checkpoint._manifest import make_manifest, write_manifest
 from mm_checkpoint._ranks import Ranks
-from mm_checkpoint._snapshot import Snapshot
+from mm_checkpoint._snapshot import Contribution, Snapshot
 from mm_checkpoint._source import as_stored
-from mm_checkpoint.errors import DestinationError, sample
+from mm_checkpoint.errors import BadInputError, DestinationError, sample
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -64,7 +64,7 @@ def write_checkpoint(
     partial = folder / ranks.together(lambda: _begin(target).name if ranks.is_first else "")[0]
     try:
         ranks.together(lambda: _files.await_shared(partial))
-        contributions = ranks.gather(dataclasses.replace(snapshot, chunks={}, values={}))
+        contributions = ranks.gather(ranks.each(snapshot.contribute))
         planned = ranks.each(lambda: _plan(folder, contributions) if ranks.is_first else None)
         plan = ranks.scatter(planned.plans if planned else None)
         own = ranks.each(lambda: _write_chunks(partial, plan, snapshot, ranks, options))
@@ -92,7 +92,7 @@ class _Planned:
     aliases: dict[str, str]
 
 
-def _plan(folder: Path, contributions: list[Snapshot]) -> _Planned:
+def _plan(folder: Path, contributions: list[Contribution]) -> _Planned:
     """Let torch's planner settle which rank writes what; tied names are written once."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
@@ -110,7 +110,7 @@ def _plan(folder: Path, contributions: list[Snapshot]) -> _Planned:
     return _Planned(global_plans, metadata, aliases)
 
 
-def _check_replicated(contributions: list[Snapshot]) -> None:
+def _check_replicated(contributions: list[Contribution]) -> None:
     seen: dict[str, int] = {}
     different = {
         name
@@ -125,7 +125,7 @@ def _check_replicated(contributions: list[Snapshot]) -> None:
         )
 
 
-def _agree_on_ties(contributions: list[Snapshot]) -> dict[str, str]:
+def _agree_on_ties(contributions: list[Contribution]) -> dict[str, str]:
     """Names that are the same memory on every rank that holds any of it: alias to the name that is written."""
     aliases: dict[str, str] = {}
     groups = {names for contribution in contributions for names in contribution.ties}
@@ -150,8 +150,11 @@ def _write_chunks(partial: Path, plan: SavePlan, snapshot: Snapshot, ranks: Rank
                 file.write(snapshot.values[key])
                 extents[key, None] = Extent(name, start, file.tell() - start)
             else:
-                offsets = tuple(item.index.offset or ())
-                extents[key, offsets] = write_tensor(file, name, as_stored(snapshot.chunks[key]))
+                assert item.tensor_data is not None  # it is no plain value
+                chunk, box = snapshot.chunks[key], item.tensor_data.chunk
+                if tuple(chunk.shape) != tuple(box.sizes):
+                    raise BadInputError(f"state: {key} is sharded so that a rank holds no single box of it")
+                extents[key, tuple(box.offsets)] = write_tensor(file, name, as_stored(chunk))
         return _Written({name: file.finish()}, extents)
 
 

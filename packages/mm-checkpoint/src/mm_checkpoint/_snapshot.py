@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mm_checkpoint import _dtypes
 from mm_checkpoint._dcp_writer import pickle_value
-from mm_checkpoint._load import local_part
 from mm_checkpoint._source import as_stored, bytes_of
 from mm_checkpoint._state import flatten
 from mm_checkpoint.errors import BadInputError
@@ -25,14 +24,12 @@ COMPARED_BYTES = 64 << 10
 COPY_THREADS = 2
 
 
-@dataclass
-class Snapshot:
-    """One rank's part of a state.
+@dataclass(frozen=True)
+class Contribution:
+    """What rank 0 has to know of a rank to settle who writes what.
 
     Attributes:
         plan: torch's local save plan: the chunks that this rank could write.
-        chunks: this rank's memory of each tensor (the live one, or a copy for a save in the background).
-        values: the pickled plain values.
         paths: flat name to the keys that lead to it.
         ties: groups of names that are the same memory on this rank.
         empty: names of which this rank holds no element, so that it can't tell what they are tied to.
@@ -40,16 +37,29 @@ class Snapshot:
     """
 
     plan: SavePlan
-    chunks: dict[str, torch.Tensor]
-    values: dict[str, bytes]
     paths: dict[str, tuple[str, ...]]
     ties: list[tuple[str, ...]]
     empty: set[str]
     replicated: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a state.
+
+    Attributes:
+        chunks: this rank's memory of each tensor (the live one, or a copy for a save in the background).
+        values: the pickled plain values.
+        contribute: makes the rest; it only looks at shapes and placements, so it may run in the background too.
+    """
+
+    chunks: dict[str, torch.Tensor]
+    values: dict[str, bytes]
+    contribute: Callable[[], Contribution]
+
+
 def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str, torch.Tensor] | None) -> Snapshot:
-    """Describe this rank's part of ``state``, without any communication.
+    """Capture this rank's part of ``state``, without any communication.
 
     Args:
         state: nested mappings of tensors, DTensors and plain values.
@@ -62,25 +72,29 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
         TypeError: a plain value that wouldn't load again.
         ValueError: two entries with one flat name.
     """
+    import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.tensor import DTensor
 
     flat = flatten(state)
     for name, tensor in flat.tensors.items():
         _check_storable(name, tensor)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({**flat.tensors, **flat.values}, is_coordinator=is_first)
-    chunks = {name: local_part(tensor).tensor for name, tensor in flat.tensors.items()}
+    with torch.no_grad():  # else `to_local` records itself for autograd
+        chunks = {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in flat.tensors.items()}
     values = {name: pickle_value(value) for name, value in flat.values.items()}
     ties = _find_ties(chunks)
+    empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
     replicated = {name: zlib.crc32(value) for name, value in values.items()}
     for name, tensor in flat.tensors.items():
         if not isinstance(tensor, DTensor) and tensor.nbytes <= COMPARED_BYTES:
             replicated[name] = zlib.crc32(bytes_of(as_stored(chunks[name])))
-    empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
-    if staging is not None:
-        chunks = _copy(chunks, ties, staging)
-    return Snapshot(planner.create_local_plan(), chunks, values, flat.paths, ties, empty, replicated)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({**flat.tensors, **flat.values}, is_coordinator=is_first)
+    return Snapshot(
+        chunks if staging is None else _copy(chunks, ties, staging),
+        values,
+        lambda: Contribution(planner.create_local_plan(), flat.paths, ties, empty, replicated),
+    )
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
