@@ -5,8 +5,8 @@
 S 4096, 8 heads of 64, fp32, one thread per rank; medians of interleaved repetitions, and the largest error of output
 and gradients against one process. diffusers' context parallelism doesn't run on a CPU as shipped. It gets the two
 patches that it needs: a device count above zero, and a kernel that returns the log-sum-exp for its ring.
-``--torch`` adds the forward of ``torch.distributed.tensor.experimental.context_parallel`` (it has no backward on a
-CPU, and its first call takes more than a minute).
+``--torch`` adds the forward of ``torch.distributed.tensor.experimental.context_parallel``: it has no backward on a
+CPU, and its first call takes about a minute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
             errors[name] = max((a - b[:, part]).abs().max().item() for a, b in zip(found, reference, strict=True))
     report(times, errors)
     if options.torch:
-        torch_forward(q, k, v, reference[0])
+        torch_forward(q, k, v)
     dist.destroy_process_group()
 
 
@@ -124,9 +124,9 @@ def report(times: dict[str, list[float]], errors: dict[str, float]) -> None:
         print(f"{dist.get_world_size()} ranks, better form each: ours is {ratio:.2f} × as fast")
 
 
-def torch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, expected: torch.Tensor) -> None:
+def torch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Seconds only: on a CPU it gathers instead of rotating, and hands back all tokens of some heads."""
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     buffers = [t.transpose(1, 2).clone() for t in (q, k, v)]
@@ -135,10 +135,8 @@ def torch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, expected: t
             start = time.perf_counter()
             out = F.scaled_dot_product_attention(*buffers)
             if dist.get_rank() == 0:
-                print(f"torch, forward only, {name}: {time.perf_counter() - start:.2f} s")
-        (whole,) = context_parallel_unshard(mesh, [out], [2])
-    if dist.get_rank() == 0:
-        print(f"torch, forward only: largest error {(whole.transpose(1, 2) - expected).abs().max():.1e}")
+                seconds = time.perf_counter() - start
+                print(f"torch, forward only, {name}: {seconds:.2f} s, {tuple(out.shape)} on each rank")
 
 
 if __name__ == "__main__":
