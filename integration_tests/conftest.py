@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Folders that the recipes refer to as ``${WAN}`` and ``${CLIPS}``."""
-
-    pipeline: Path
-    clips: Path
-
-    @property
-    def environ(self) -> dict[str, str]:
-        return {"WAN": str(self.pipeline), "CLIPS": str(self.clips)}
+from workspace import Workspace
 
 
 @pytest.fixture(scope="session")

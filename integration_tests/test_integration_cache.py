@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import Workspace
 from rank_training import PRELOAD, RECIPE, trace, train_rank
 from test_integration_training import settings
+from workspace import Workspace
 
 SCRIPT = Path(sys.executable).parent / "mm-trainer"
 

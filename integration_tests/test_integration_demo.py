@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Workspace
 from demo import RECIPE, run_demo
+from workspace import Workspace
 
 SCRIPT = Path(sys.executable).parent / "mm-trainer"
 
@@ -33,6 +33,14 @@ def test_the_demo_learns_resumes_exports_and_samples(tmp_path: Path) -> None:
     assert count_frames(Path(report["sampled clip"])) == 17
     iterations = sorted(p.name for p in (tmp_path / "demo" / "run").glob("iter_*"))
     assert iterations == ["iter_0000015", "iter_0000030"], "the second start went on where the first ended"
+
+    size = ["--height", "48", "--width", "64", "--frames", "9", "--steps", "2", "--dtype", "fp32"]
+    prompts = ["--prompt", "A rabbit in a meadow, from the left", "--prompt", "A rabbit in a meadow, from the right"]
+    where = ["--base", str(tmp_path / "demo" / "tiny_wan"), "--output", str(tmp_path / "samples")]
+    result = mm_trainer("sample", str(tmp_path / "demo" / "run"), *size, *prompts, *where)
+    assert result.returncode == 0, result.stderr
+    clips = [Path(line) for line in result.stdout.splitlines()]
+    assert [count_frames(clip) for clip in clips] == [9, 9], "B098: prompts that begin alike don't overwrite each other"
 
 
 def count_frames(clip: Path) -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Workspace
 from rank_training import PRELOAD, train_rank
 from test_integration_training import read_tensors, settings
+from workspace import Workspace
 
 CONFIG = """
 extends: recipe:wan2_2/tiny_t2v

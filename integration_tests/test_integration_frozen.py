@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Workspace
 from rank_training import PRELOAD, RECIPE
+from workspace import Workspace
 
 SETTINGS = [
     "training.train_iters=2",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
-from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec
+from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec, Sampler
 from mm_trainer.contracts import Options as BaseOptions
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange
@@ -95,6 +96,13 @@ class Wan22Container(ModelContainer):
                 f"unknown: {', '.join(unknown) or 'none'}",
                 key="model.models",
             )
+
+    @classmethod
+    def open_sampler(cls, folder: Path, *, dtype: str, device: str) -> Sampler:
+        """Clips by diffusers' own pipelines, see `WanSampler`."""
+        from mm_models_wan.sampling import WanSampler  # imports diffusers' pipelines
+
+        return WanSampler(folder, dtype=dtype, device=device)
 
     def input_spec(self) -> InputSpec:
         """As one chain: the experts stand beside each other, so only the first of them is part of it."""

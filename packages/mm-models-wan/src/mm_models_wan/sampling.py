@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_trainer.contracts import DTYPES
+from mm_trainer.contracts import DTYPES, SampleRequest
 from mm_trainer.errors import InputError
 
 
@@ -36,25 +36,6 @@ RELEASED_SETTINGS = {
     "I2V-A14B": SamplingSettings(shift=5.0, steps=40, guidance=3.5, guidance_low=3.5, fps=16),
     "TI2V-5B": SamplingSettings(shift=5.0, steps=50, guidance=5.0, guidance_low=None, fps=24),
 }
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """One clip to make; what is None is the model's released setting."""
-
-    prompt: str
-    height: int
-    width: int
-    frames: int
-    negative_prompt: str = ""
-    steps: int | None = None
-    guidance: float | None = None
-    guidance_low: float | None = None
-    seed: int = 0
-    image: Path | None = None
-    """First frame: needed by an image-to-video model, possible with TI2V-5B."""
-    last_image: Path | None = None
-    """Last frame: image-to-video models only."""
 
 
 class WanSampler:
@@ -93,6 +74,11 @@ class WanSampler:
         self._text.scheduler = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.settings.shift
         )
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of the released model."""
+        return self.settings.fps
 
     @property
     def kind(self) -> str:

@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 the input is at fault, said in one message; 1 a fault of o
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,6 +101,48 @@ def _make_cache_folder(config: TrainerConfig) -> None:
     """The folder needn't exist before the command that fills it; an undefined variable in it is refused later."""
     if config.data.cache is not None and config.data.cache.is_absolute():
         config.data.cache.mkdir(parents=True, exist_ok=True)
+
+
+@app.command()
+def sample(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A run, one of its iterations, or a pipeline folder.")
+    ],
+    prompt: Annotated[list[str], typer.Option(help="What to show; may be given several times.")],
+    output: Annotated[Path, typer.Option(help="Folder of the clips.")] = Path("samples"),
+    base: Annotated[Path | None, typer.Option(help="For a run: the pipeline folder that it was trained from.")] = None,
+    height: Annotated[int, typer.Option(min=1)] = 480,
+    width: Annotated[int, typer.Option(min=1)] = 832,
+    frames: Annotated[int, typer.Option(min=1)] = 81,
+    negative_prompt: Annotated[str, typer.Option()] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: the model's own.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Default: the model's own.")] = None,
+    guidance_low: Annotated[float | None, typer.Option(help="Of the low-noise expert, where there are two.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first clip; the next ones count on.")] = 0,
+    image: Annotated[Path | None, typer.Option(help="First frame, for models that take one.")] = None,
+    last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,
+    container: Annotated[str | None, typer.Option(help="The model's container; a run says it itself.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+) -> None:
+    """Make clips from a run's newest checkpoint, or from a pipeline folder."""
+    from mm_trainer.contracts.sampling import SampleRequest
+    from mm_trainer.sample import sample as run_sampling
+
+    first = SampleRequest(
+        prompt="",
+        height=height,
+        width=width,
+        frames=frames,
+        negative_prompt=negative_prompt,
+        steps=steps,
+        guidance=guidance,
+        guidance_low=guidance_low,
+        image=image,
+        last_image=last_image,
+    )
+    requests = [replace(first, prompt=text, seed=seed + number) for number, text in enumerate(prompt)]
+    for clip in run_sampling(source, requests, output=output, base=base, container=container, dtype=dtype):
+        print(clip)
 
 
 @app.command()

@@ -145,7 +145,7 @@ def make_engine(
         mesh=mesh,
         config=training,
         learning_rate=learning_rate,
-        batches=_batches(loader, built, training, mesh),
+        batches=_batches(loader, built, config, mesh),
         services=services,
         progress=progress,
         last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
@@ -212,8 +212,9 @@ def _make_profiles(
     )
 
 
-def _batches(loader: BatchLoader, built: BuiltModel, training: TrainingConfig, mesh: ParallelMesh) -> Iterator[Batch]:
-    if training.condition_mbs == 1:
+def _batches(loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mesh: ParallelMesh) -> Iterator[Batch]:
+    training = config.training
+    if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
         return iter(loader)
     pipeline: Any = built.model.pipeline
 

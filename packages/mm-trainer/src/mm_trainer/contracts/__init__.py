@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mm_trainer.contracts.dataset import DatasetContext, DatasetFactory, MapDataset
     from mm_trainer.contracts.model import DTYPES, BaseModel, Tokenizer
     from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample
+    from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
 
 _HOMES = {
@@ -27,6 +28,8 @@ _HOMES = {
     "NoisedInputs": "pipeline",
     "Options": "spec",
     "PerSample": "pipeline",
+    "SampleRequest": "sampling",
+    "Sampler": "sampling",
     "Tokenizer": "model",
 }
 
@@ -45,6 +48,8 @@ __all__ = [
     "NoisedInputs",
     "Options",
     "PerSample",
+    "SampleRequest",
+    "Sampler",
     "Tokenizer",
 ]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
 from mm_trainer.contracts.model import BaseModel, Tokenizer
 from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
+from mm_trainer.contracts.sampling import Sampler
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
 from mm_trainer.contracts.spec import Options as BaseOptions
+from mm_trainer.errors import InputError
 
 
 class ModelContainer(nn.Module):
@@ -91,9 +94,16 @@ class ModelContainer(nn.Module):
         """Make one of `validation_views` current."""
         raise NotImplementedError(f"{type(self).__qualname__} has no views to choose from")
 
-    def sample(self, requests: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Generate clips; optional."""
-        raise NotImplementedError(f"{type(self).__qualname__} can't sample")
+    @classmethod
+    def open_sampler(cls, folder: Path, *, dtype: str, device: str) -> Sampler:
+        """Make clips from a pipeline folder on disk; optional.
+
+        Args:
+            folder: a complete pipeline, such as an exported one.
+            dtype: fp32, bf16 or fp16, of the large models.
+            device: where to compute.
+        """
+        raise InputError(f"{cls.__qualname__} has no sampler")
 
     def input_spec(self) -> InputSpec:
         """What the components, chained, ask of a clip; override it where two of them stand beside each other."""
