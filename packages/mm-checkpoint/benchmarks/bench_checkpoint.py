@@ -163,7 +163,7 @@ def hash_speeds() -> dict[str, float]:
     return speeds
 
 
-def on_ranks(work: Callable[..., dict[str, float]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def on_ranks(work: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """``work(rank, ...)`` on forked gloo ranks, the imports shared; lists of what each returned."""
     import torch
     import torch._dynamo  # DTensor imports it on first use
@@ -179,7 +179,7 @@ def on_ranks(work: Callable[..., dict[str, float]], *args: Any, **kwargs: Any) -
     return {key: [result[key] for result in results] for key in results[0]}
 
 
-def _rank(job: Any) -> dict[str, float]:
+def _rank(job: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     work, rank, store, args, kwargs = job
@@ -215,8 +215,8 @@ def load_sharded(source: Path, *, width: int) -> dict[str, float]:
     return {**result, "read": report.bytes_read}
 
 
-def save_sharded(folder: Path, *, width: int, source: Path, asynchronous: bool) -> dict[str, float]:
-    """Two saves after `prepare`, which makes the buffers of the first."""
+def save_sharded(folder: Path, *, width: int, source: Path, asynchronous: bool, turns: int) -> dict[str, list[float]]:
+    """Several saves after `prepare`, which makes the buffers of the first; what each took, and blocked."""
     import torch.distributed as dist
 
     from mm_checkpoint import CheckpointManager, load_weights
@@ -226,16 +226,17 @@ def save_sharded(folder: Path, *, width: int, source: Path, asynchronous: bool) 
     state = {"model": model.state_dict()}
     manager = CheckpointManager(folder, async_save=asynchronous, keep_last=1)
     manager.prepare(0, state)
-    result: dict[str, float] = {}
-    for number, name in enumerate(("first", "second"), 1):
+    result: dict[str, list[float]] = {"seconds": [], "blocked": [], "anonymous": []}
+    for turn in range(turns):
         dist.barrier()
         with measured() as whole:
             start = time.perf_counter()
-            manager.save(number, state)
-            result[f"{name} blocked"] = time.perf_counter() - start
+            manager.save(turn + 1, state)
+            result["blocked"].append(time.perf_counter() - start)
             manager.wait()
             dist.barrier()
-        result[f"{name} seconds"], result[f"{name} anonymous"] = whole["seconds"], whole["anonymous"]
+        result["seconds"].append(whole["seconds"])
+        result["anonymous"].append(whole["anonymous"])
     manager.close()
     return result
 
@@ -333,18 +334,14 @@ class Bench:
         print(f"(a shard is {shard / MB:.0f})")
         found = {}
         for name, asynchronous in (("synchronous", False), ("async", True)):
-            found[name] = self.run(
-                "save_sharded", self.folder / name, width=self.width, source=self.source, asynchronous=asynchronous
-            )
-            for turn in ("first", "second"):
-                row = {key: max(found[name][f"{turn} {key}"]) for key in ("seconds", "blocked", "anonymous")}
-                label = f"{name}, {turn}"
-                print(f"{label:32s} {row['seconds']:8.2f} {row['blocked']:8.2f} {row['anonymous'] / MB:8.0f}")
+            arguments = {"width": self.width, "source": self.source, "asynchronous": asynchronous, "turns": self.repeat}
+            ranks = self.run("save_sharded", self.folder / name, **arguments)
             shutil.rmtree(self.folder / name)
-        synchronous = statistics.mean(max(found["synchronous"][f"{turn} blocked"]) for turn in ("first", "second"))
-        for turn in ("first", "second"):
-            blocked = max(found["async"][f"{turn} blocked"])
-            print(f"  async blocks for {100 * blocked / synchronous:.0f} % of a synchronous save ({turn})")
+            # A save takes as long as its slowest rank; the median is over the turns.
+            row = {key: statistics.median(map(max, zip(*values, strict=True))) for key, values in ranks.items()}
+            print(f"{name:32s} {row['seconds']:8.2f} {row['blocked']:8.2f} {row['anonymous'] / MB:8.0f}")
+            found[name] = row["blocked"]
+        print(f"  async blocks for {100 * found['async'] / found['synchronous']:.0f} % of a synchronous save")
         runs: dict[bool, list[Any]] = {True: [], False: []}
         for _ in range(self.repeat):
             for checksums in runs:
