@@ -128,7 +128,7 @@ class ParallelConfig:
     fully_shard_parallel_size: int | Literal["auto"] = "auto"
     data_parallel_size: int | None = None
     tensor_parallel_size: int = 1
-    timeout_s: float = 1800
+    timeout_s: float = 1800.0
     ulysses_parallel_size: int = 1
     ring_attention_size: int = 1
     attention_kernel: str = "auto"

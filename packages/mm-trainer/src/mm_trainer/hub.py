@@ -80,12 +80,14 @@ def build_model(
     plan: FSDPPlan,
     features: FeaturesConfig,
     seed: int,
+    attention_kernel: str = "auto",
     resuming: bool = False,
     unused: Collection[str] = (),
 ) -> BuiltModel:
     """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
 
     Args:
+        attention_kernel: local kernel of self-attention, see `mm_parallel.ContextParallel`.
         resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
         unused: sub-models that this run never calls (encoders whose output is cached): they stay on meta, without
             memory or weights.
@@ -99,7 +101,7 @@ def build_model(
     }
     built = _assemble(bound, components, seed)
     for model in components.values():
-        model.set_context_parallel(mesh.context_parallel())
+        model.set_context_parallel(mesh.context_parallel(kernel=attention_kernel))
     apply_features(built.model, features)
     container = built.model if isinstance(built.model, ModelContainer) else None
     opted_out = container is not None and container.fully_shard()

@@ -93,6 +93,7 @@ def make_engine(
         plan=config.parallel.fsdp_plan,
         features=config.features,
         seed=training.seed,
+        attention_kernel=config.parallel.attention_kernel,
         resuming=resume_from is not None or warm_start is not None,
         unused=frozen_names(bound) if config.data.cache is not None else (),
     )
