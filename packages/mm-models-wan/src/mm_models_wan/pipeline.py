@@ -15,7 +15,6 @@ from mm_models_wan.container import PREDICTORS, Wan22Options
 from mm_models_wan.noise import build_schedules
 from mm_models_wan.predictor import WanPredictor
 from mm_models_wan.vae import WanVideoVAE
-from mm_parallel import prefetch
 from mm_trainer.contracts import BaseModel, ModelContainer, ModelOutput, NoisedInputs, Options
 from mm_trainer.contracts.pipeline import Batch, Conditions
 from mm_trainer.errors import ConfigError
@@ -34,8 +33,6 @@ class WanPipeline(FlowMatchPipeline):
     """
 
     task: ClassVar[str] = "t2v"
-    cross_submodel_prefetch: bool = False
-    """``fsdp_plan.cross_submodel_prefetch``, see [Note: prefetch across sub-models]."""
 
     def __init__(self, schedules: Mapping[str, NoiseSchedule], *, seed: int, last_frame: bool = False) -> None:
         super().__init__(schedules["predictor"], seed=seed)
@@ -103,29 +100,12 @@ class WanPipeline(FlowMatchPipeline):
 
     # --- stages --------------------------------------------------------------------------------------------------
 
-    def forward(self, container: ModelContainer, **batch: Any) -> ModelOutput:
-        if batch.get("conditions") is None:
-            predictor = container.get_sub_models()[self.predictor_role]
-            batch["conditions"] = self._encode(container, batch, then=predictor)
-        return super().forward(container, **batch)
-
-    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
-        return self._encode(container, batch, then=None)
-
     @torch.no_grad()
-    def _encode(self, container: ModelContainer, batch: Batch, *, then: BaseModel | None) -> Conditions:
-        """Encode clip and text; ``then`` runs next, in the same forward.
-
-        [Note: prefetch across sub-models] The text encoder's first weights are gathered under the VAE's compute, the
-        predictor's under the text encoder's. The latter only where the predictor's forward follows at once: weights
-        that are gathered before an optimizer step are stale after it.
-        """
+    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
         components = container.get_sub_models()
-        if self.cross_submodel_prefetch:
-            prefetch(components["text_encoder"])
+        self.prefetch(components["text_encoder"])
         conditions = self.encode_video(cast(WanVideoVAE, components["ae"]), batch)
-        if self.cross_submodel_prefetch and then is not None:
-            prefetch(then)
+        self.prefetch(components[self.predictor_role])
         conditions["context"] = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
         return conditions
 

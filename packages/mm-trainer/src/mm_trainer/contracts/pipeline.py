@@ -118,10 +118,11 @@ class GenerativePipeline(ABC):
     def prefetch(self, model: nn.Module) -> None:
         """Start gathering what ``model`` needs first, to be called before the sub-model that runs ahead of it.
 
-        Does nothing unless the configuration asks for it. Only inside `forward`: gathered for a later optimizer step,
-        weights would be stale by then, without a word.
+        Does nothing unless the configuration asks for it. A trained model is gathered only inside `forward`: gathered
+        before an optimizer step, its weights would be stale after it, without a word.
         """
-        if self.cross_submodel_prefetch and self._inside_forward:
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if self.cross_submodel_prefetch and (self._inside_forward or not trained):
             prefetch(model)
 
     def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
