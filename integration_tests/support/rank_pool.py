@@ -109,6 +109,8 @@ class RankPool:
 
 
 def _zygote_main(connection: Connection) -> None:
+    # DTensor's first use imports torch._dynamo, which takes seconds: once here, not in every forked rank.
+    import torch._dynamo
     import torch.distributed  # noqa: F401
 
     while True:
