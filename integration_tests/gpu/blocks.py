@@ -1,6 +1,7 @@
-"""Blocks of the 14B shape on one GPU: forward and backward with recompute, bf16, 32,760 tokens.
+r"""Blocks of the 14B shape on one GPU: forward and backward with recompute, bf16, 32,760 tokens.
 
-    PYTHONPATH=packages/mm-models-wan/src:packages/mm-parallel/src python integration_tests/gpu/blocks.py [--blocks 4] [--peak 989]
+    PYTHONPATH=packages/mm-models-wan/src:packages/mm-parallel/src \
+        python integration_tests/gpu/blocks.py [--blocks 4] [--peak 989]
 
 Prints seconds per step, model-FLOPs utilisation (three forwards' worth of products; the recomputed one isn't counted),
 peak memory and attention's share of the time, for a residual stream in float32 and in bf16, eager and compiled. Needs

@@ -109,9 +109,10 @@ class RankPool:
 
 
 def _zygote_main(connection: Connection) -> None:
-    # DTensor's first use imports torch._dynamo, which takes seconds: once here, not in every forked rank.
+    # What DTensor, FSDP2 and DCP import on first use takes seconds: once here, not in every forked rank.
     import torch._dynamo
-    import torch.distributed  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
 
     while True:
         try:
