@@ -62,3 +62,43 @@ def test_one_expert_per_step_resume_and_export(run_ranks, workspace: Workspace, 
 
     exported = export(tmp_path / "whole", tmp_path / "exported")
     assert sorted(path.name for path in exported) == ["transformer", "transformer_2"]
+
+
+def test_from_scratch_and_with_an_average_it_exports_what_diffusers_loads(
+    run_ranks, workspace: Workspace, tmp_path: Path
+) -> None:
+    """The shapes come from `architecture` alone; the pipeline's folder is named after the expert."""
+    import json
+
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    shapes = json.loads((workspace.pipeline / "transformer_2" / "config.json").read_text(encoding="utf-8"))
+    inline = {key: value for key, value in shapes.items() if not key.startswith("_")}
+    path = tmp_path / "scratch.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "extends": "recipe:wan2_2/tiny_t2v",
+                "model": {
+                    "boundary": 0.875,
+                    "models": {"predictor": {"from_pretrained": None, "architecture": inline}},
+                },
+                "training": {"ema": {"enable": True, "decay": 0.5}},
+            }
+        ),
+        encoding="utf-8",
+    )
+    overrides = settings(tmp_path / "run", steps=2, micro=2)
+    run_ranks(train_rank, 1, workspace.environ, overrides, str(path), preload=PRELOAD)
+
+    from mm_checkpoint import export
+
+    weights, average = (
+        export(tmp_path / "run", tmp_path / f"exported-{ema}", ema=ema, base=workspace.pipeline)
+        for ema in (False, True)
+    )
+    assert [folder.name for folder in weights] == ["transformer_2"]
+    state, averaged = (dict(WanTransformer3DModel.from_pretrained(f[0]).state_dict()) for f in (weights, average))
+    assert not any(torch.isnan(tensor).any() for tensor in averaged.values())
+    assert any(not torch.equal(state[name], averaged[name]) for name in state)

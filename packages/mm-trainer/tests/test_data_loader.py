@@ -65,6 +65,20 @@ def test_the_share_is_of_what_a_rank_comes_by() -> None:
         read_epochs(too_many, 1)
 
 
+def test_one_bad_sample_of_a_small_part_is_no_share() -> None:
+    """1 of 24 on two ranks, and 10 of 1,000 on 64, are below 5 % wherever they turn up."""
+    for size, ranks, bad in ((24, 2, [5]), (1000, 64, range(0, 1000, 100))):
+        for rank in range(ranks):
+            loader = BatchLoader(
+                NumberDataset([0] * size, bad=bad),
+                micro_batch_size=1,
+                data_rank=rank,
+                data_size=ranks,
+                max_bad_fraction=0.05,
+            )
+            list(islice(loader, loader.steps_per_epoch))
+
+
 def test_on_bad_sample_error_stops_at_the_first() -> None:
     loader = BatchLoader(
         NumberDataset([0] * 8, bad=[2]), micro_batch_size=1, on_bad_sample="error", max_bad_fraction=1.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_training import trace, train_rank
 from test_trainer_single_model import CONFIG, inspect_start, read_checkpoint
 
@@ -65,6 +66,34 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(run_ranks, config: str,
     records = run_ranks(train_rank, 2, {}, warm, config)[0]
     assert [record["step"] for record in records] == list(range(1, 9))
     assert records[0]["samples"] == 4
+
+    still = ["training.lr=0", "training.ema.enable=true", f"training.save={tmp_path / 'still'}"]
+    run_ranks(train_rank, 2, {}, [f"training.init_from={run}", *still], config)
+    state = read_checkpoint(tmp_path / "still" / "iter_0000008")
+    for name, tensor in trained.items():
+        if name.startswith("model."):
+            assert torch.equal(state[name.replace("model.", "ema.", 1)], tensor), "the average begins at these weights"
+
+
+def test_an_average_may_begin_at_a_resume(run_ranks, config: str) -> None:
+    run_ranks(train_rank, 2, {}, ["training.train_iters=4"], config)
+    run = Path(config).parent / "run"
+    resumed = ["training.load=auto", "training.ema.enable=true", "training.ema.decay=0.5"]
+    run_ranks(train_rank, 2, {}, [*resumed, "training.train_iters=5"], config)
+    before, after = (read_checkpoint(run / f"iter_000000{step}") for step in (4, 5))
+    for name in (n for n in before if n.startswith("model.")):
+        expected = 0.5 * before[name] + 0.5 * after[name]
+        torch.testing.assert_close(after[name.replace("model.", "ema.", 1)], expected)
+
+
+def test_a_resume_that_freezes_what_was_trained_says_so(run_ranks, config: str) -> None:
+    run_ranks(train_rank, 2, {}, ["training.train_iters=2"], config)
+    frozen = ["training.load=auto", "model.freeze=[blocks.0]"]
+    with pytest.raises(
+        AssertionError, match=r"optimizer state of 2 parameters .*blocks.0.bias, blocks.0.weight.*freeze"
+    ):
+        run_ranks(train_rank, 2, {}, frozen, config)
+    run_ranks(train_rank, 2, {}, [*frozen, "training.no_load_optim=true", "training.train_iters=3"], config)
 
 
 def test_a_changed_learning_rate_takes_effect_on_resume(run_ranks, config: str) -> None:

@@ -129,8 +129,8 @@ class ToyPredictor(BaseModel):
         for block in self.blocks:
             x = block(x, shard)
         x = self.head(x.to(self.head.weight.dtype)).float()
-        # Contiguous, since FSDP2 warns of a forward that returns a view.
-        return shard.gather(x).transpose(1, 2).contiguous().view(noised.shape)
+        # A copy, since FSDP2 warns of a forward that returns a view.
+        return shard.gather(x).transpose(1, 2).reshape(noised.shape).clone()
 
 
 def _sinusoid(value: Tensor, width: int) -> Tensor:

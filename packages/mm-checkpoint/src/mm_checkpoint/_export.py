@@ -72,6 +72,7 @@ def export(
     link: bool = False,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     workers: int = 1,
+    ema: bool = False,
     key_maps: Mapping[str, KeyMap] | None = None,
     on_start: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
@@ -88,6 +89,7 @@ def export(
             that ``destination`` is a complete pipeline.
         link: link to the base's files instead of copying them.
         max_shard_size: bytes of tensor data per file, such as ``5GB``.
+        ema: the running averages instead of the weights, where there are any.
         workers: files that are written at the same time.
         key_maps: maps by name, before those that are installed.
         on_start: called with the bytes of tensor data to write, before the first is.
@@ -111,7 +113,7 @@ def export(
     target, limit = Path(destination), parse_size(max_shard_size)
     source = DcpSource(iteration)
     try:
-        jobs = [_prepare(source, model, to, dtype, key_maps or {}) for model in models]
+        jobs = [_prepare(source, model, to, dtype, key_maps or {}, ema=ema) for model in models]
         total = sum(total_bytes(job.tensors, job.dtypes) for job in jobs)
         if on_start is not None:
             on_start(total)
@@ -136,9 +138,22 @@ class _Job:
     dtypes: dict[str, str]
 
 
-def _prepare(source: DcpSource, model: SubModel, to: str, dtype: str | None, key_maps: Mapping[str, KeyMap]) -> _Job:
-    prefix = "model." + (f"{model.name}." if model.prefix is None else model.prefix)
-    tensors: TensorSource = strip_prefix(source, prefix)
+def _averaged(source: DcpSource, prefix: str) -> TensorSource:
+    """The running average of every tensor under ``prefix`` that has one, and the others (frozen ones) as they are."""
+    names = [name.removeprefix(f"model.{prefix}") for name in source.tensors if name.startswith(f"model.{prefix}")]
+    averages = [name for name in names if f"ema.{prefix}{name}" in source.tensors]
+    if not averages:
+        raise SourceError(f"{source.path}: holds no running average (ema) of {prefix.rstrip('.') or 'the model'}")
+    stored = {name: f"{'ema' if name in set(averages) else 'model'}.{prefix}{name}" for name in names}
+    return rename(source, {key: name for name, key in stored.items()})
+
+
+def _prepare(
+    source: DcpSource, model: SubModel, to: str, dtype: str | None, key_maps: Mapping[str, KeyMap], *, ema: bool
+) -> _Job:
+    own_prefix = f"{model.name}." if model.prefix is None else model.prefix
+    prefix = f"model.{own_prefix}"
+    tensors: TensorSource = _averaged(source, own_prefix) if ema else strip_prefix(source, prefix)
     if not tensors.tensors:
         raise SourceError(f"{source.path}: its manifest names {model.name}, but no tensor starts with {prefix}")
     tensors = drop_ties(tensors, preferred=list((model.ties or {}).values()))

@@ -109,6 +109,14 @@ class Wan22Container(ModelContainer):
         components = self.get_sub_models()
         return InputSpec.merge(m.input_spec() for name, m in components.items() if name not in PREDICTORS[1:])
 
+    def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
+        """The high-noise expert, or the only transformer, is ``transformer``; the low-noise one ``transformer_2``."""
+        schedules = self._wan_pipeline.schedules
+        return {
+            name: "transformer_2" if schedules[name].noise_range[1] < 1 else "transformer"
+            for name in self.checkpoint_submodels
+        }
+
     def activate_for_step(self, step: int) -> Sequence[str]:
         """Choose the predictor that the next step trains, after ``step`` finished ones; forwards use it from now on."""
         name = self._wan_pipeline.draw_predictor(step)

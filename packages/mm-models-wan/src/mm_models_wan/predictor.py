@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -27,6 +28,8 @@ from mm_models_wan.rope import Grid, RotaryTables
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
 from mm_trainer.errors import ConfigError
+
+DIFFUSERS_CLASS = "WanTransformer3DModel"
 
 
 class PredictorOptions(Options):
@@ -88,6 +91,15 @@ class WanPredictor(BaseModel):
         shapes = {name: info.shape for name, info in opened.tensors.items()}
         opened.close()
         return infer_architecture(shapes)
+
+    @classmethod
+    def export_config(cls, spec: ModelSpec) -> dict[str, Any]:
+        """As diffusers writes it; the source's own, to the letter, where that is diffusers' already."""
+        config = cls.read_architecture(spec)
+        if config.get("_class_name") == DIFFUSERS_CLASS:
+            return config
+        shapes = asdict(WanArchitecture.parse(config))
+        return {"_class_name": DIFFUSERS_CLASS, **shapes, "patch_size": list(shapes["patch_size"])}
 
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:

@@ -112,6 +112,8 @@ def make_engine(
         _report_resume(resume_from, progress, checkpoints, with_optimizer=not training.no_load_optim)
     elif warm_start is not None:
         checkpoints.load_weights(warm_start)
+        if ema is not None:
+            ema.restart()
         log.info("warm start: weights from %s; step 0, fresh optimizer", warm_start)
     learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
     if main_rank:
@@ -137,6 +139,7 @@ def make_engine(
         requests=RequestWatcher(folder),
         profiles=_make_profiles(config, mesh, built, optimizers),
         validation=build_validation(config, bound, mesh) if training.val_interval and not dry_run else None,
+        describe_sample=loader.describe,
         stepping=Stepping(built.model if isinstance(built.model, ModelContainer) else None),
         ema=ema,
     )

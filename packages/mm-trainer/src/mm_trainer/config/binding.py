@@ -269,6 +269,10 @@ class _Binder:
             self._check_path(training.init_from, "training.init_from")
         if self._config.data.cache is not None:
             self._check_path(self._config.data.cache, "data.cache")
+        save = self._config.training.save
+        blocking = next((p for p in (save, *save.parents) if p.exists() and not p.is_dir()), None)
+        if blocking is not None:
+            raise self._error(f"{blocking} is a file, so {save} can't be a folder", "training.save")
 
     def _check_path(self, path: Path, key: str) -> None:
         if not path.exists() and not str(path).startswith("$"):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from mm_checkpoint import resolve_source
 from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
 from mm_trainer.contracts.model import BaseModel, Tokenizer
 from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
@@ -133,6 +134,15 @@ class ModelContainer(nn.Module):
 
     # --- checkpoint (assumption 3 of the engine) --------------------------------------------------------------------
 
+    def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
+        """Folder of each checkpointed component in an exported pipeline, no two of them the same.
+
+        By default the folder that it came from, if that stands in a pipeline (beside a ``model_index.json``), else the
+        component's own name.
+        """
+        folders = {name: _pipeline_folder(specs[name]) or name for name in self.checkpoint_submodels}
+        return folders if len(set(folders.values())) == len(folders) else {name: name for name in folders}
+
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """State of the checkpointed components only, under ``prefix + component + "."``."""
         state: dict[str, Any] = {} if destination is None else destination
@@ -161,3 +171,10 @@ class ModelContainer(nn.Module):
                 f"{len(unexpected)} unexpected {unexpected[:5]}"
             )
         return _IncompatibleKeys(missing, unexpected)
+
+
+def _pipeline_folder(spec: ModelSpec) -> str | None:
+    source = resolve_source(spec.source)
+    if source is None or not (source.path.parent / "model_index.json").is_file():
+        return None
+    return source.path.name

@@ -101,6 +101,14 @@ class BaseModel(nn.Module):
             raise ConfigError(f"architecture disagrees with the weight folder {source.path}: {listed}", key=where)
         return on_disk
 
+    @classmethod
+    def export_config(cls, spec: ModelSpec) -> dict[str, Any] | None:
+        """The ``config.json`` of an exported folder; None if this model has none. By default that of the source."""
+        source = resolve_source(spec.source)
+        if spec.architecture is None and (source is None or source.config is None):
+            return None
+        return cls.read_architecture(spec)
+
     # --- weights ------------------------------------------------------------------------------------------------
 
     def weight_root(self) -> nn.Module:

@@ -7,6 +7,7 @@ same one. A worker never raises for a bad sample: it hands over what it found, a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from mm_trainer.errors import BadSample, DataError
 logger = logging.getLogger(__name__)
 
 OnBadSample = Literal["replace", "error"]
+FEW = 4
+"""Bad samples of one rank that say nothing of a share yet, unless the whole data set is small."""
 MOST_IN_A_ROW = 32
 """So many replacements may turn out bad, too, before the sample is given up."""
 
@@ -136,8 +139,10 @@ class BadSampleLog:
     @property
     def share(self) -> float:
         """Of all samples those found bad at opening, and of what this rank comes by (at first its part of an epoch,
-        later what it has read) those found since."""
-        part = min(self.size, max(self.read, -(-self.size // self.data_size)))
+        later what it has read) those found since. A part so small that a few bad samples would exceed what is
+        tolerated, whatever the true share, is judged as if it were larger."""
+        least = math.ceil(FEW / self.max_fraction) if self.max_fraction else 1
+        part = min(self.size, max(self.read, -(-self.size // self.data_size), least))
         return self.known / self.size + len(self.found) / part
 
     def check_opening(self, examples: list[str]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import BadSampleLog, OnBadSample, SampleReader, join
 from mm_trainer.data.order import DataOrder, SampleTable
-from mm_trainer.data.report import Reporting
+from mm_trainer.data.report import Naming, Reporting
 from mm_trainer.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,14 @@ class BatchLoader:
             batch = self.bad.check(loaded.finish())
             self._yielded += 1
             yield batch
+
+    def describe(self, sample_key: int) -> str:
+        """Which sample stands at this position of the global data order, in words."""
+        layout = self.order.epoch(sample_key // self.order.samples_per_epoch)
+        index = int(layout.index[layout.key == sample_key][0])
+        dataset = self._reader.dataset
+        name = f" ({dataset.name(index)})" if isinstance(dataset, Naming) else ""
+        return f"sample {index}{name}, position {sample_key} of the global data order"
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """The position, for a checkpoint.

@@ -72,6 +72,13 @@ class Reporting(Protocol):
     def report(self) -> DataReport: ...
 
 
+@runtime_checkable
+class Naming(Protocol):
+    """A data set that can say in words which sample one is, such as its file."""
+
+    def name(self, index: int) -> str: ...
+
+
 def copy_report(dataset: MapDataset) -> DataReport:
     """A data set's report, to add to; empty for one that doesn't report."""
     own = dataset.report if isinstance(dataset, Reporting) else DataReport(rows=len(dataset))

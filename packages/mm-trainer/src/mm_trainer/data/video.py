@@ -123,6 +123,10 @@ class VideoDataset:
             return bucket
         return (*bucket, len(self.table.paths("reference", int(self.clips.row[index]))))
 
+    def name(self, index: int) -> str:
+        """The file, as the metadata has it."""
+        return self.table.media(int(self.clips.row[index]))
+
     def tokens(self, index: int) -> int:
         return self._tokens[self._bucket_number[index]]
 

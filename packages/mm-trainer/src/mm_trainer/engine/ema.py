@@ -25,10 +25,11 @@ class WeightAverage:
         self.average: dict[str, Tensor] = {n: p.detach().float().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
-    def update(self, sub_models: Sequence[str] | None = None) -> None:
+    def update(self, sub_models: Sequence[str] | None = None, *, skipped: Tensor | None = None) -> None:
         """Take the current weights in; sharded tensors are updated shard by shard, with no communication.
 
         Args:
+            skipped: 0-dim float on the device; 1 where the step's update was left out, and so is this one.
             sub_models: only parameters of these, by the first part of their names; None, or an empty name: all. The
                 average of a sub-model that a step didn't train stays as it is.
         """
@@ -37,7 +38,18 @@ class WeightAverage:
             names = [name for name in names if name.split(".", 1)[0] in sub_models]
         averages = [_local(self.average[name]) for name in names]
         weights = [_local(self._parameters[name]).float() for name in names]
-        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        if skipped is None:
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            return
+        steps = torch._foreach_sub(weights, averages)
+        torch._foreach_mul_(steps, (1 - self.decay) * (1 - skipped))
+        torch._foreach_add_(averages, steps)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew from the current weights."""
+        for name, parameter in self._parameters.items():
+            _local(self.average[name]).copy_(_local(parameter))
 
     def state(self) -> dict[str, Tensor]:
         """Full name → average, to be saved, or filled in place by a load."""

@@ -48,6 +48,7 @@ class Services:
 
     Args:
         data_state: exact position of the loader, as of the micro-batches that were consumed.
+        describe_sample: sample key → the sample in words.
         checkpoints: saves the run; None if nothing is saved (a dry run).
         metrics: where figures go.
         requests: stop and save requests from outside.
@@ -63,6 +64,7 @@ class Services:
     requests: RequestWatcher
     profiles: ProfileWindows
     validation: Callable[[], Iterator[Batch]] | None = None
+    describe_sample: Callable[[int], str] | None = None
     stepping: Stepping = field(default_factory=Stepping)
     ema: WeightAverage | None = None
 
@@ -103,22 +105,31 @@ class TrainEngine:
         self.total_steps = learning_rate.total_steps if last_step is None else last_step
         self.batches, self.services, self.progress = batches, services, progress
         self.reduce_every_micro_step = reduce_every_micro_step
-        self.guard = NumberGuard(config.nan_policy)
+        self.guard = NumberGuard(config.nan_policy, services.describe_sample)
         self._accumulation = int(config.gradient_accumulation_steps)
         self._frozen = [m for m in built.sub_models.values() if not any(p.requires_grad for p in m.parameters())]
 
     def train(self) -> None:
         """Run to the last step, or to a stop request; the run is left validated (at its end) and saved."""
-        if self.progress.step == 0:
-            self._validate()
         gc.disable()  # ranks that collect at different steps make all the others wait
         try:
             with self.services.requests.installed():
-                self.run_steps()
+                self._run()
         finally:
             gc.enable()
         if self.services.checkpoints is not None:
             self.services.checkpoints.close()
+
+    def _run(self) -> None:
+        if self.progress.step >= self.total_steps:
+            log.info("nothing to do: %d of %d steps are done", self.progress.step, self.total_steps)
+            return
+        if self.progress.step == 0:
+            self._validate()
+            if self.services.requests.poll().stop:
+                log.info("asked to stop: ended before the first step")
+                return
+        self.run_steps()
 
     def run_steps(self) -> None:
         """The loop itself, up to the last step or a stop request; `train` is what surrounds it."""
@@ -159,7 +170,7 @@ class TrainEngine:
             for name in trained:
                 self.optimizers[name].step(lr, found_inf)
             if self.services.ema is not None:
-                self.services.ema.update(trained)
+                self.services.ema.update(trained, skipped=found_inf)
         self.progress.step += 1
         window.add_step(trained, loss, grad_norm)
         return lr

@@ -10,6 +10,7 @@ on all ranks at the same step, and then stops the run or says what was skipped, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,10 +40,12 @@ class NumberGuard:
 
     Args:
         policy: ``stop`` raises `TrainingFault`; ``skip`` warns and counts.
+        describe: sample key → the sample in words, for the message.
     """
 
-    def __init__(self, policy: Literal["stop", "skip"]) -> None:
+    def __init__(self, policy: Literal["stop", "skip"], describe: Callable[[int], str] | None = None) -> None:
         self.policy = policy
+        self._describe = describe or (lambda key: f"position {key} of the global data order")
         self.skipped = 0
         """Steps whose update was left out since the start of this process."""
         self._steps: list[_Step] = []
@@ -79,26 +82,26 @@ class NumberGuard:
             if not bool(step.bad):
                 continue
             message = (
-                f"step {step.number}: the gradient norm is {float(step.grad_norm)}; {_culprits(step)}. The update was "
-                "left out, weights and optimizer are those of the step before"
+                f"step {step.number}: the gradient norm is {float(step.grad_norm)}; {self._culprits(step)}. "
+                "The update was left out, weights and optimizer are those of the step before"
             )
             if self.policy == "stop":
                 raise TrainingFault(f"{message} (training.nan_policy: stop)")
             self.skipped += 1
-            log.warning("%s; going on (training.nan_policy: skip)", message)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning("%s; going on (training.nan_policy: skip)", message)
 
-
-def _culprits(step: _Step) -> str:
-    """Names the samples of all ranks whose loss isn't finite; a collective, reached by all ranks or by none."""
-    own: list[int] = []
-    for keys, losses in zip(step.keys, step.losses, strict=False):
-        own += keys[~torch.isfinite(losses).cpu()].tolist()
-    found: list[list[int]] = [own]
-    if dist.is_initialized():
-        found = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, own)
-    bad = sorted({key for part in found for key in part})
-    if not bad:
-        return "every sample's loss is finite, so it arose in the backward"
-    shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
-    return f"the loss isn't finite for the sample(s) at position {shown} of the global data order"
+    def _culprits(self, step: _Step) -> str:
+        """Names the samples of all ranks whose loss isn't finite; a collective, reached by all ranks or by none."""
+        own: list[int] = []
+        for keys, losses in zip(step.keys, step.losses, strict=False):
+            own += keys[~torch.isfinite(losses).cpu()].tolist()
+        found: list[list[int]] = [own]
+        if dist.is_initialized():
+            found = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(found, own)
+        bad = sorted({key for part in found for key in part})
+        if not bad:
+            return "every sample's loss is finite, so it arose in the backward"
+        shown = "; ".join(map(self._describe, bad[:8])) + ("; …" if len(bad) > 8 else "")
+        return f"the loss isn't finite for {shown}"

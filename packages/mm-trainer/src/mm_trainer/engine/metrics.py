@@ -14,7 +14,7 @@ from mm_trainer.engine.sinks import Sink
 
 log = logging.getLogger(__name__)
 
-ON_TERMINAL = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "data_time_s", "memory_gib")
+ON_TERMINAL = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "data_time_s", "memory_gib", "skipped_steps")
 """Of a training step's figures, those that fit a line."""
 
 

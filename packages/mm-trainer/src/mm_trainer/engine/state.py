@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
 from mm_checkpoint.sources import find_source
@@ -16,6 +18,7 @@ from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.engine.config_diff import Difference, compare_configs
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.optim import NamedOptimizer
+from mm_trainer.errors import InputError
 from mm_trainer.hub import BuiltModel
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ class CheckpointIO:
         # Element types of the original weight files, so that an export gives back what was loaded.
         self._source_dtypes = {name: report.source_dtypes for name, report in built.loads.items()}
         self._config = resolved_config
+        container = built.model if isinstance(built.model, ModelContainer) else None
+        self._export_folders = container.export_folders(built.specs) if container is not None else {"": "model"}
 
     def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of ``progress.step`` finished steps; called on all ranks."""
@@ -74,24 +79,54 @@ class CheckpointIO:
         return state
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
-        """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks."""
+        """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks.
+
+        Raises:
+            InputError: the checkpoint holds optimizer state of parameters that this run doesn't train.
+        """
+        with closing(find_source(path, "dcp").open()) as source:
+            stored = list(source.tensors)
         state: dict[str, Any] = {"model": self._built.model.state_dict(), "train": None}
         if with_optimizer:
-            state["optimizer"] = {}
-            with closing(find_source(path, "dcp").open()) as source:
-                names = [n.removeprefix("optimizer.") for n in source.tensors if n.startswith("optimizer.")]
-            for optimizer in self._optimizers.values():
-                own = set(optimizer.names.values())
-                state["optimizer"] |= optimizer.allocate_state(n for n in names if n.rsplit(".", 1)[0] in own)
-        if self._ema is not None:
+            state["optimizer"] = self._allocate_optimizers(
+                [name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer.")]
+            )
+        averaged = any(name.startswith("ema.") for name in stored)
+        if self._ema is not None and averaged:
             state["ema"] = self._ema.state()
         plain = self._manager.load(path, state)
         for name, entry in read_manifest(path)["sub_models"].items():
             self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
         for name in self._built.checkpointed:
             self._built.sub_models[name].post_load()
+        if self._ema is not None and not averaged:
+            self._ema.restart()
+            log.info("the checkpoint holds no running average (training.ema): it starts from the weights")
+        elif self._ema is None and averaged:
+            log.warning("the checkpoint's running average isn't continued: training.ema.enable is false")
         train: dict[str, Any] = plain["train"]
         return train
+
+    def _allocate_optimizers(self, stored: Sequence[str]) -> dict[str, Tensor]:
+        """State tensors of the fresh optimizers for everything that the checkpoint holds."""
+        targets: dict[str, Tensor] = {}
+        known: set[str] = set()
+        for optimizer in self._optimizers.values():
+            own = set(optimizer.names.values())
+            mine = [name for name in stored if name.rsplit(".", 1)[0] in own]
+            targets |= optimizer.allocate_state(mine)
+            fresh = own - {name.rsplit(".", 1)[0] for name in mine}
+            if mine and fresh:
+                log.warning("%d parameters have no optimizer state there and start afresh: %s", *_named(fresh))
+            known |= own
+        foreign = {name.rsplit(".", 1)[0] for name in stored} - known
+        if foreign:
+            count, names = _named(foreign)
+            raise InputError(
+                f"the checkpoint holds optimizer state of {count} parameters that this run doesn't train ({names}): "
+                "was `freeze` changed? training.no_load_optim: true resumes with a fresh optimizer"
+            )
+        return targets
 
     def load_weights(self, path: Path) -> None:
         """Fill the model's weights only, from another run's checkpoint: a warm start. Called on all ranks."""
@@ -115,15 +150,19 @@ class CheckpointIO:
         """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
         model, spec = self._built.sub_models[name], self._built.specs[name]
         source = resolve_source(spec.source)
-        has_shapes = spec.architecture is not None or (source is not None and source.config is not None)
         container = self._built.model
         pipeline = container.pipeline if isinstance(container, ModelContainer) else None
         return {
             "key_map": model.key_map,
             "source": str(source.path) if source is not None else None,
-            "source_config": type(model).read_architecture(spec) if has_shapes else None,
-            "export_folder": source.path.name if source is not None else name or "model",
+            "source_config": type(model).export_config(spec),
+            "export_folder": self._export_folders[name],
             "prefix": f"{name}." if name else "",
             "source_dtypes": self._source_dtypes.get(name),
             "schedule": pipeline.describe() if pipeline is not None else {},
         }
+
+
+def _named(names: Collection[str]) -> tuple[int, str]:
+    """How many, and the first few."""
+    return len(names), ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")

@@ -44,8 +44,10 @@ class LogWindow:
         self._flops += output.flops
         if output.per_sample is not None:
             index = (output.per_sample.sigma * SIGMA_BUCKETS).long().clamp(0, SIGMA_BUCKETS - 1)
-            self._buckets[0].index_add_(0, index, output.per_sample.loss.float())
-            self._buckets[1].index_add_(0, index, torch.ones_like(output.per_sample.loss, dtype=torch.float32))
+            loss = output.per_sample.loss.float()
+            finite = torch.isfinite(loss)
+            self._buckets[0].index_add_(0, index, torch.where(finite, loss, 0.0))
+            self._buckets[1].index_add_(0, index, finite.float())
 
     def add_step(self, trained: Sequence[str], loss: Tensor, grad_norm: Tensor) -> None:
         """Close an optimizer step.
@@ -67,7 +69,7 @@ class LogWindow:
         wall, phases = self.timer.close()
         steps = len(self._steps)
         figures = {
-            "loss": float(losses.mean()),
+            "loss": _mean_of_finite(losses),
             "lr": lr,
             "grad_norm": float(self._steps[-1].grad_norm),
             "samples_per_s": self._samples / wall,
@@ -82,7 +84,7 @@ class LogWindow:
         if self._alternating:
             for name in sorted({step.trained for step in self._steps}):
                 chosen = [i for i, step in enumerate(self._steps) if step.trained == name]
-                figures[f"loss_{name}"] = float(losses[chosen].mean())
+                figures[f"loss_{name}"] = _mean_of_finite(losses[chosen])
                 figures[f"grad_norm_{name}"] = float(self._steps[chosen[-1]].grad_norm)
         figures |= self._by_sigma() | memory_figures()
         self._reset()
@@ -92,6 +94,11 @@ class LogWindow:
         sums, counts = self._buckets.tolist()
         edges = [i / SIGMA_BUCKETS for i in range(SIGMA_BUCKETS)]
         return {f"loss_sigma_{edge:g}": s / n for edge, s, n in zip(edges, sums, counts, strict=True) if n}
+
+
+def _mean_of_finite(losses: Tensor) -> float:
+    """Steps that were skipped count in `skipped_steps`, not here; NaN if there is no other."""
+    return float(losses[torch.isfinite(losses)].mean())
 
 
 @dataclass(frozen=True)
