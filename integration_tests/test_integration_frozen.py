@@ -98,27 +98,27 @@ def test_a_resumed_run_has_its_text_encoder_from_its_own_folder(
 
 
 def count_loads(rank: int, world_size: int, environ: dict[str, str], overrides: list[str]) -> dict[str, int]:
-    """How often each weight folder is loaded on this rank while everything is built."""
+    """How often the tensors of each weight folder are opened on this rank while everything is built."""
+    from mm_checkpoint import WeightSource
     from mm_parallel import ParallelMesh
     from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.contracts import model as contract
     from mm_trainer.run import make_engine
 
     os.environ.update(environ)
-    loads: dict[str, int] = {}
-    original = contract.load_weights
+    opened: dict[str, int] = {}
+    original = WeightSource.open
 
-    def counting(module: Any, source: Any, **policies: Any) -> Any:
-        loads[source.path.name] = loads.get(source.path.name, 0) + 1
-        return original(module, source, **policies)
+    def counting(source: Any) -> Any:
+        opened[source.path.name] = opened.get(source.path.name, 0) + 1
+        return original(source)
 
-    contract.load_weights = counting
+    WeightSource.open = counting
     config = resolve(load_config(RECIPE, overrides), world_size)
     make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
-    return loads
+    return opened
 
 
-def test_every_weight_folder_is_loaded_once_per_rank(run_ranks, workspace: Workspace, tmp_path: Path) -> None:
+def test_every_weight_folder_is_opened_once_per_rank(run_ranks, workspace: Workspace, tmp_path: Path) -> None:
     overrides = [*SETTINGS, f"training.save={tmp_path}"]
-    for loads in run_ranks(count_loads, 2, workspace.environ, overrides, preload=PRELOAD):
-        assert loads == {"vae": 1, "text_encoder": 1, "transformer_2": 1}
+    for opened in run_ranks(count_loads, 2, workspace.environ, overrides, preload=PRELOAD):
+        assert opened == {"vae": 1, "text_encoder": 1, "transformer_2": 1}
