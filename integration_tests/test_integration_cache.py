@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from rank_training import PRELOAD, RECIPE, trace, train_rank
 from test_integration_training import settings
 from workspace import Workspace
@@ -30,6 +31,7 @@ def train_and_describe(rank: int, world_size: int, environ: dict[str, str], over
     return {name: all(p.is_meta for p in model.parameters()) for name, model in engine.built.sub_models.items()}
 
 
+@pytest.mark.slow
 def test_the_loss_trace_is_that_of_training_from_clips(run_ranks, workspace: Workspace, tmp_path: Path) -> None:
     clips = settings(tmp_path / "clips", steps=6, micro=2, **{"training.val_interval": 6})
     expected = run_ranks(train_rank, 2, workspace.environ, clips, preload=PRELOAD)[0]

@@ -64,6 +64,7 @@ def test_one_expert_per_step_resume_and_export(run_ranks, workspace: Workspace, 
     assert sorted(path.name for path in exported) == ["transformer", "transformer_2"]
 
 
+@pytest.mark.slow
 def test_from_scratch_and_with_an_average_it_exports_what_diffusers_loads(
     run_ranks, workspace: Workspace, tmp_path: Path
 ) -> None:
