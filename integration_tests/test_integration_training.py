@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_training import trace, train_rank
+from rank_training import PRELOAD, read_checkpoint, trace, train_rank
 from workspace import Workspace
-
-PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")
 
 
 def settings(run: Path, *, steps: int, micro: int, accumulate: int = 1, **more: Any) -> list[str]:
@@ -70,16 +68,5 @@ def test_ten_steps_and_a_resume_equal_twenty_bit_for_bit(run_ranks, workspace: W
 
 
 def read_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, read with torch's own reader in one process."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
-    return {name: tensor.numpy() for name, tensor in state.items()}
+    """Every tensor of a checkpoint, as arrays to compare."""
+    return {name: tensor.numpy() for name, tensor in read_checkpoint(checkpoint).items()}

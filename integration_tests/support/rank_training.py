@@ -37,3 +37,23 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def trace(records: list[dict[str, Any]], key: str = "loss") -> list[float]:
     return [record[key] for record in records if record["kind"] == "train"]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, with torch's own reader."""
+    import warnings
+
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state

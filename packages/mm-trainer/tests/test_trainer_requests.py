@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_training import trace, train_rank
-from test_trainer_single_model import CONFIG, inspect_start, read_checkpoint
+from rank_training import read_checkpoint, trace, train_rank
+from test_trainer_single_model import CONFIG, inspect_start
 
 from mm_trainer.engine.config_diff import compare_configs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_training import trace, train_rank
+from rank_training import read_checkpoint, trace, train_rank
 
 CONFIG = """
 parallel:
@@ -132,23 +132,3 @@ def test_ema_follows_the_weights_and_survives_a_resume(run_ranks, config: str, t
         state = read_checkpoint(final / "iter_0000008")
         for name, value in average.items():
             torch.testing.assert_close(state[f"ema.{name}"], value, rtol=1e-6, atol=1e-7)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, with torch's own reader."""
-    import warnings
-
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(state, storage_reader=FileSystemReader(path), no_dist=True)
-    return state
