@@ -69,35 +69,45 @@ def make_ours(reference: Any | None = None) -> WanPredictor:
 
 
 class Floor:
-    """The matrix products and attentions of the blocks, forward and backward, each on inputs of its own.
+    """The matrix products and attentions of the blocks, forward and backward, and nothing between them.
 
-    (Chained without norms between them, the numbers would fade into denormals, which are slow.)
+    Every product has inputs of its own, and the backward starts when the last forward is done: operands come from memory
+    as they do in a model, not from a cache that the product before has just filled. (Chained without the norms between
+    them, the numbers would fade into denormals, which are slow.)
     """
 
     def __init__(self, tokens: int) -> None:
-        self.x, self.hidden, self.text = (
-            torch.randn(1, *shape) for shape in ((tokens, DIM), (tokens, FFN), (TEXT, DIM))
+        self.products: list[tuple[Callable[..., Tensor], list[Tensor], Tensor]] = []
+        for _ in range(LAYERS):
+            for length in 6 * [tokens] + 2 * [TEXT]:  # q, k, v, o of both attentions; two read the text
+                self._linear(length, DIM, DIM)
+            self._linear(tokens, DIM, FFN)
+            self._linear(tokens, FFN, DIM)
+            for keys in (tokens, TEXT):
+                q, k, v = (torch.randn(1, n, HEADS, DIM // HEADS).transpose(1, 2) for n in (tokens, keys, keys))
+                self.products.append(
+                    (
+                        F.scaled_dot_product_attention,
+                        [q, k, v],
+                        torch.randn(1, tokens, HEADS, DIM // HEADS).transpose(1, 2),
+                    )
+                )
+
+    def _linear(self, tokens: int, inputs: int, outputs: int) -> None:
+        self.products.append(
+            (nn.Linear(inputs, outputs), [torch.randn(1, tokens, inputs)], torch.randn(1, tokens, outputs))
         )
-        self.square = [nn.Linear(DIM, DIM) for _ in range(8 * LAYERS)]
-        self.up = [nn.Linear(DIM, FFN) for _ in range(LAYERS)]
-        self.down = [nn.Linear(FFN, DIM) for _ in range(LAYERS)]
 
     def __call__(self) -> Tensor:
-        for layer in range(LAYERS):
-            for index, square in enumerate(self.square[8 * layer : 8 * layer + 8]):
-                x = self.text if index in (5, 6) else self.x  # keys and values of cross-attention
-                self._both_ways(square, x, x)
-            self._both_ways(self.up[layer], self.x, self.hidden)
-            self._both_ways(self.down[layer], self.hidden, self.x)
-            for keys in (self.x, self.text):
-                q, k, v = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in (self.x, keys, keys))
-                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-                F.scaled_dot_product_attention(*leaves).backward(q)
+        done = []
+        for product, operands, gradient in self.products:
+            if isinstance(product, nn.Linear):
+                product.zero_grad(set_to_none=True)
+            done.append((product(*(x.detach().requires_grad_() for x in operands)), gradient))
+        while done:
+            output, gradient = done.pop()
+            output.backward(gradient)
         return torch.zeros(())
-
-    def _both_ways(self, layer: nn.Linear, x: Tensor, gradient: Tensor) -> None:
-        layer.zero_grad(set_to_none=True)
-        layer(x.detach().requires_grad_()).backward(gradient)
 
 
 def step_of(kind: str, tokens: int, recompute: bool, reference: Any | None = None) -> Callable[[], Tensor]:

@@ -177,9 +177,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)
-    return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+    pairs = _wide(x).unflatten(-1, (-1, 2))
+    if x.device.type in ("cpu", "cuda"):  # one product of complex numbers, which not every accelerator has
+        angles = torch.complex(cos.to(pairs.dtype), sin.to(pairs.dtype))
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
+    else:
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
 
 
 class _GeluLinear(torch.autograd.Function):
