@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.cache import CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
-from mm_trainer.data.collate import finish_pixels
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
+from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.video import VideoDataset
 from mm_trainer.errors import DataError
 
@@ -31,7 +31,7 @@ SETTINGS = {"data": {"fps": 16}, "encoders": {"ae": "abc"}}
 
 def encode(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Small stand-ins for a VAE and a text encoder: pooled pixels, and embedded words with zeros past the prompt."""
-    latents = F.avg_pool3d(batch["video"], (1, 16, 16))
+    latents = F.avg_pool3d(to_pixels(batch["video"]), (1, 16, 16))
     context = F.one_hot(batch["prompt_ids"] % 12, 12).to(torch.bfloat16) * batch["prompt_mask"][..., None]
     return {"latents": latents, "context": context}
 
@@ -143,7 +143,7 @@ def test_variants_hold_several_crops(tmp_path: Path) -> None:
 
 
 def one(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return finish_pixels({name: value[None] for name, value in sample.items() if isinstance(value, Tensor)})
+    return {name: value[None] for name, value in sample.items() if isinstance(value, Tensor)}
 
 
 def test_bad_clips_are_left_out_and_reported(tmp_path: Path) -> None:

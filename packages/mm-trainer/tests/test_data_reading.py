@@ -9,7 +9,7 @@ import pytest
 import torch
 from data_clips import paint, read_number, read_numbers, write_audio, write_clip
 
-from mm_trainer.data.collate import finish_pixels, to_pixels
+from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.reader import MediaError, probe, read_frames, read_image, read_still
 from mm_trainer.data.shaping import Crop
 
@@ -217,9 +217,17 @@ def test_colours_are_in_order_and_crops_exact(tmp_path: Path) -> None:
 def test_values_span_minus_one_to_one() -> None:
     frames = torch.tensor([0, 127, 255], dtype=torch.uint8).view(1, 1, 1, 3)
     torch.testing.assert_close(to_pixels(frames).flatten(), torch.tensor([-1.0, 127 / 127.5 - 1, 1.0]))
-    finished = finish_pixels({"video": frames, "ids": torch.ones(2, 3, dtype=torch.uint8), "text": "a"})
-    assert finished["video"].dtype == torch.float32
-    assert finished["ids"].dtype == torch.uint8
+
+
+def test_bytes_become_pixels_on_the_way_to_the_device() -> None:
+    from mm_trainer.engine.engine import to_device
+
+    batch = {"video": torch.full((1, 3, 1, 2, 2), 255, dtype=torch.uint8), "ids": torch.ones(2, 3, dtype=torch.uint8)}
+    moved = to_device({**batch, "nested": batch, "text": ["a"]}, torch.device("cpu"))
+    for video, ids in ((moved["video"], moved["ids"]), (moved["nested"]["video"], moved["nested"]["ids"])):
+        assert torch.equal(video, torch.ones(1, 3, 1, 2, 2))
+        assert ids.dtype == torch.uint8
+    assert torch.equal(to_device(moved, torch.device("cpu"))["video"], moved["video"])
 
 
 def test_cut_off_files_say_so(tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ class MapDataset(Protocol):
     def load(self, index: int, sample_key: int) -> Mapping[str, Any]:
         """One sample as tensors (plain values are collated to tensors or lists).
 
+        Images and clips are best left as bytes: in a batch, uint8 tensors of at least four dims, the last two height
+        and width (so in a sample, of at least three), reach the model as float32 in [−1, 1]; see [Note: pixels] in
+        `mm_trainer.data.pixels`. All other tensors reach it as they are.
+
         Args:
             index: which sample.
             sample_key: its position in the global data order; all randomness (augmentation, caption dropout) is drawn

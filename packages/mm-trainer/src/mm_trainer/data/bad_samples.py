@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.collate import collate, finish_pixels
+from mm_trainer.data.collate import collate
 from mm_trainer.data.order import SampleTable
 from mm_trainer.errors import BadSample, DataError
 
@@ -40,22 +39,13 @@ class Loaded:
     """(sample number, where, reason) of every bad sample met on the way."""
 
 
-@dataclass(frozen=True)
-class LoadedBatch:
-    """What a worker hands over for one micro-batch."""
+class LoadedBatch(NamedTuple):
+    """What a worker hands over for one micro-batch; torch pins the tensors in it if asked to."""
 
     batch: dict[str, Any] | None
     """None: for one of its places nothing usable was found."""
-    bad: tuple[tuple[tuple[int, str, str], ...], ...]
+    bad: Sequence[Sequence[tuple[int, str, str]]]
     """As `Loaded.bad`, for each place."""
-
-    def finish(self) -> LoadedBatch:
-        """With its pixels as numbers."""
-        return self if self.batch is None else replace(self, batch=finish_pixels(self.batch))
-
-    def pin_memory(self) -> LoadedBatch:
-        """Finished, in page-locked memory; torch calls it in a thread of its own, beside the training."""
-        return self if self.batch is None else replace(self, batch=_pin(finish_pixels(self.batch, pinned=True)))
 
 
 def join(loaded: Sequence[Loaded]) -> LoadedBatch:
@@ -63,14 +53,6 @@ def join(loaded: Sequence[Loaded]) -> LoadedBatch:
     samples = [item.sample for item in loaded if item.sample is not None]
     complete = len(samples) == len(loaded)
     return LoadedBatch(collate(samples) if complete else None, tuple(item.bad for item in loaded))
-
-
-def _pin(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.pin_memory()
-    if isinstance(value, Mapping):
-        return {name: _pin(entry) for name, entry in value.items()}
-    return value
 
 
 class SampleReader:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import Loaded, SampleReader
 from mm_trainer.data.cache import EMPTY, FORMAT, SETTINGS, SHARDS, check_settings, read_settings, trim_rows, write_index
-from mm_trainer.data.collate import collate, finish_pixels
+from mm_trainer.data.collate import collate
 from mm_trainer.data.fingerprints import sample_fingerprint
 from mm_trainer.data.loader import Places, WorkerOptions, make_torch_loader, sample_table
 from mm_trainer.data.order import SampleTable
@@ -37,7 +37,7 @@ T = TypeVar("T")
 SHARD_SAMPLES = 1024
 """A shard holds no more samples than this: its header is read with every sample."""
 Encode = Callable[[dict[str, Any]], Mapping[str, Tensor]]
-"""A collated batch → conditions, (B, …) each; no row may depend on another."""
+"""A collated batch on the CPU, pixels as bytes → conditions, (B, …) each; no row may depend on another."""
 Tokenize = Callable[[Sequence[str]], dict[str, Tensor]]
 
 
@@ -226,7 +226,7 @@ def _deal(by_bucket: Sequence[Sequence[int]], options: CacheOptions, data_rank: 
 def _fill(loaded: Sequence[Loaded], probe: Mapping[str, Any], size: int) -> dict[str, Any]:
     """A batch of full size: what is missing (unreadable, or nothing left to do) is filled with what is there."""
     samples: list[Mapping[str, Any]] = [item.sample for item in loaded if item.sample is not None] or [probe]
-    return finish_pixels(collate(samples + samples[:1] * (size - len(samples))))
+    return collate(samples + samples[:1] * (size - len(samples)))
 
 
 class _ShardWriter:

@@ -43,9 +43,9 @@ class WorkerOptions:
 class BatchLoader:
     """Yields this rank's micro-batches epoch after epoch; see [Note: global data order] in `mm_trainer.data.order`.
 
-    A batch holds the collated samples (pixels, see `finish_pixels`, as float32 in [−1, 1]) and ``sample_key`` (B,)
-    int64, all on the CPU. The position counts optimizer steps over all epochs, so it means the same on any number of
-    ranks; moving there computes one epoch's order and reads nothing.
+    A batch holds the collated samples and ``sample_key`` (B,) int64, all on the CPU; pixels are uint8, see
+    [Note: pixels] in `mm_trainer.data.pixels`. The position counts optimizer steps over all epochs, so it means the
+    same on any number of ranks; moving there computes one epoch's order and reads nothing.
 
     Args:
         dataset: the samples.
@@ -125,7 +125,7 @@ class BatchLoader:
             self._reader, _RankSampler(self.order, self._yielded, self), self.workers
         )
         for loaded in loader:
-            batch = self.bad.check(loaded.finish())
+            batch = self.bad.check(loaded)
             self._yielded += 1
             yield batch
 
@@ -212,7 +212,7 @@ def fixed_batches(
     sampler = [[(index, key) for index, key, _ in batch] for batch in mine]
     loader: DataLoader[Any] = make_torch_loader(reader, sampler, workers or WorkerOptions())
     for batch_places, loaded in zip(mine, loader, strict=True):
-        batch = log.check(loaded.finish())
+        batch = log.check(loaded)
         levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
         batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
         batch["sample_weight"] = torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mm_trainer.data.collate import to_pixels
 from mm_trainer.data.metadata import Table
+from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.reader import read_image, read_still
 from mm_trainer.data.shaping import Bucket, Crop
 

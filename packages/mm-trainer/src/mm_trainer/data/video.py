@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.data.clips import ClipIndex
-from mm_trainer.data.collate import to_pixels
 from mm_trainer.data.fingerprints import file_digest
 from mm_trainer.data.metadata_formats import read_table
+from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.reader import MediaError, MediaInfo
 from mm_trainer.data.report import DataReport
 from mm_trainer.data.shaping import Bucket, cover, floor_frames
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class VideoDataset:
     """Clips shaped into buckets.
 
-    A sample is ``video`` (3, F, H, W) uint8 RGB (pixels: the loader makes float32 in [−1, 1] of them), ``caption``
-    (text) and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also
+    A sample is ``video`` (3, F, H, W) uint8 RGB (see [Note: pixels] in `mm_trainer.data.pixels`), ``caption`` (text)
+    and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also
     what `load_vace` adds.
 
     Args:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, set_gradient_sync
 from mm_trainer.config import TrainingConfig
+from mm_trainer.data.pixels import is_pixels, to_pixels
 from mm_trainer.engine.conditions import Batch
 from mm_trainer.engine.ema import WeightAverage
 from mm_trainer.engine.guard import NumberGuard
@@ -221,13 +222,17 @@ class TrainEngine:
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> Batch:
-    """Move the tensors, nested ones too, except those that the host reads."""
+    """Move the tensors, nested ones too, except those that the host reads; bytes become pixels there.
+
+    See [Note: pixels] in `mm_trainer.data.pixels`. What was moved already stays as it is.
+    """
 
     def move(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return to_device(value, device)
         if isinstance(value, Tensor) and key not in HOST_KEYS:
-            return value.to(device, non_blocking=True)
+            moved = value.to(device, non_blocking=True)
+            return to_pixels(moved) if is_pixels(moved) else moved
         return value
 
     return {key: move(key, value) for key, value in batch.items()}
