@@ -105,7 +105,7 @@ def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     """Resolve every pattern of the configuration against the model's names."""
     from mm_parallel import check_features, resolve_plan
     from mm_trainer.contracts import ModelContainer
-    from mm_trainer.parameters import match_parameters
+    from mm_trainer.engine.optim import check_optimizer
 
     model = built.model
     opted_out = isinstance(model, ModelContainer) and model.fully_shard()
@@ -117,11 +117,7 @@ def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
         check_features(model, config.features)
     except ValueError as error:
         raise from_value_error(config.document, error, ("features",)) from error
-    training = config.training
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    match_parameters(trainable, training.no_decay_params, key="training.no_decay_params")
-    for i, rule in enumerate(training.lr_scaling_plan):
-        match_parameters(trainable, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules")
+    check_optimizer(built.trainable, config.training)
 
 
 def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:

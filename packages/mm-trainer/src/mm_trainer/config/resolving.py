@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -90,6 +91,11 @@ def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigErro
         yield ConfigError(
             f"validates every {config.training.val_interval} updates, but data.val_dataset_param is not given",
             key="training.val_interval",
+        )
+    if config.training.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield ConfigError(
+            "adamw_8bit needs torchao, which is not installed: pip install 'mm-trainer[torchao]', or take adamw",
+            key="training.optimizer",
         )
     for tool in ("profile", "memory_profile"):
         window = getattr(config.tools, tool)

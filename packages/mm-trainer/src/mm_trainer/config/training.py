@@ -45,8 +45,8 @@ class TrainingConfig(Section):
     train_epochs: Positive | None = None
     """Passes over the data; or train_iters."""
 
-    optimizer: Literal["adamw"] = "adamw"
-    """The only one in this version."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_sr", "muon"] = "adamw"
+    """adamw_8bit: 8-bit moments; adamw_sr: bf16 weights, rounded stochastically; muon: for the matrices of blocks."""
     lr: Finite = 1e-5
     """Learning rate after warm-up."""
     lr_min: Finite = 0.0
@@ -59,6 +59,10 @@ class TrainingConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Share of the momentum that a step keeps."""
+    muon_params: tuple[str, ...] = ()
+    """Patterns of parameter or module names whose matrices muon updates; empty: those in the models' nn.ModuleLists."""
     weight_decay: Finite = 0.01
     no_decay_params: tuple[str, ...] = ()
     """Patterns of parameter or module names without weight decay."""
@@ -122,6 +126,8 @@ class TrainingConfig(Section):
             raise ValueError("lr_warmup_iters: lr_warmup_ratio is given as well; keep one of the two")
         if self.lr_min > self.lr:
             raise ValueError(f"lr_min: expected at most lr = {self.lr}, got {self.lr_min}")
+        if self.muon_params and self.optimizer != "muon":
+            raise ValueError(f"muon_params: only read by `optimizer: muon`, and it is {self.optimizer}")
         if self.keep_last == 0 or self.keep_last < -1:
             raise ValueError(f"keep_last: expected -1 (keep all) or at least 1, got {self.keep_last}")
         if self.gradient_accumulation_steps == "auto" and self.global_batch_size is None:

@@ -2,8 +2,8 @@
 
 [Note: bad numbers]
 The gradient norm is one number, equal on all ranks, and not finite if any gradient isn't. It goes to the optimizer as
-``found_inf``, so that torch's fused kernels leave weights and moments alone *on the device*: a bad step can't poison a
-weight, and the host waits for nothing. The host reads the flags at log steps, before validation and before a save,
+``found_inf``, and every optimizer leaves weights and state alone *on the device*: a bad step can't poison a weight, and
+the host waits for nothing. The host reads the flags at log steps, before validation and before a save,
 on all ranks at the same step, and then stops the run or says what was skipped, as ``training.nan_policy`` wants.
 """
 

@@ -1,60 +1,92 @@
-"""Optimizers: one per trainable sub-model, its parameter groups, and its state as flat named tensors."""
+"""Optimizers: one set per trainable sub-model, its parameter groups, and its state as flat named tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
 
 from mm_trainer.config import TrainingConfig
-from mm_trainer.errors import ConfigError
-from mm_trainer.parameters import match_parameters
+from mm_trainer.engine.low_bit import BlockQuantizer, LowBitAdamW
+from mm_trainer.engine.muon import Muon
+from mm_trainer.engine.optim_plan import OptimizerPlan
+from mm_trainer.errors import ConfigError, InputError
+
+
+class ShardedOptimizer(Protocol):
+    """A torch optimizer that works on sharded parameters and leaves a step out on the device."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    found_inf: Tensor | None
+    """0-dim float on the device; 1 leaves weights and state alone (see [Note: bad numbers])."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW; its kernels take ``found_inf`` as a gradient scaler would set it."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
 
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer together with the full names of its parameters.
+    """The optimizers of one sub-model together with the full names of its parameters.
 
     Args:
-        optimizer: over the trainable parameters of one sub-model.
+        kind: ``training.optimizer``.
+        optimizers: over the trainable parameters of one sub-model, each parameter in one of them.
         names: parameter → full name (``predictor.blocks.0.ffn.0.weight``).
     """
 
-    optimizer: Optimizer
+    kind: str
+    optimizers: tuple[ShardedOptimizer, ...]
     names: Mapping[Tensor, str]
 
     def step(self, lr: float, found_inf: Tensor) -> None:
-        """Update the parameters and drop the gradients.
+        """Update the parameters and drop the gradients; called on all ranks.
 
         Args:
             lr: the step's rate; every group scales it by its own factor.
-            found_inf: 0-dim float on the device; 1 leaves weights and moments alone (see [Note: bad numbers]).
+            found_inf: 0-dim float on the device; 1 leaves weights and state alone (see [Note: bad numbers]).
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        # The two attributes by which torch's fused kernels take what a gradient scaler found.
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            optimizer.found_inf = found_inf
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under ``<parameter>.<state name>``; hyperparameters stay the configuration's business."""
         return {
             f"{self.names[parameter]}.{key}": value
-            for parameter, values in self.optimizer.state.items()
+            for optimizer in self.optimizers
+            for parameter, values in optimizer.state.items()
             for key, value in values.items()
-            if isinstance(value, Tensor)
         }
 
     def allocate_state(self, stored: Iterable[str]) -> dict[str, Tensor]:
         """Create the state tensors that a checkpoint holds, to be filled by it; the optimizer must be fresh.
 
-        A tensor shaped like its parameter shares its sharding; a step counter is a scalar where the optimizer wants it.
         torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state (which
         leaves a counter at 1), and restores learning rate and weight decay without a word.
 
@@ -63,66 +95,95 @@ class NamedOptimizer:
 
         Returns:
             name → tensor, already part of the optimizer's state.
+
+        Raises:
+            InputError: the checkpoint's state is another optimizer's.
         """
-        parameters = {name: parameter for parameter, name in self.names.items()}
-        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        targets = {}
+        stored_keys: dict[str, set[str]] = {}
         for full_name in stored:
             name, key = full_name.rsplit(".", 1)
-            parameter = parameters[name]
-            if key == "step":
-                on_device = group_of[parameter].get("fused") or group_of[parameter].get("capturable")
-                value = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-            else:
-                value = torch.zeros_like(parameter, requires_grad=False)
-            self.optimizer.state[parameter][key] = value
-            targets[full_name] = value
+            stored_keys.setdefault(name, set()).add(key)
+        targets: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = self.names[parameter]
+                if name not in stored_keys:
+                    continue
+                state = optimizer.new_state(parameter)
+                if state.keys() != stored_keys[name]:
+                    theirs, ours = (", ".join(sorted(keys)) for keys in (stored_keys[name], state))
+                    raise InputError(
+                        f"the checkpoint's optimizer state of {name} is {theirs}, but training.optimizer: {self.kind} "
+                        f"keeps {ours}: was the optimizer changed? "
+                        "training.no_load_optim: true resumes with a fresh one"
+                    )
+                optimizer.state[parameter] = state
+                targets |= {f"{name}.{key}": value for key, value in state.items()}
         return targets
 
 
 def build_optimizers(models: Mapping[str, nn.Module], config: TrainingConfig) -> dict[str, NamedOptimizer]:
-    """AdamW over the trainable parameters of each sub-model.
-
-    Groups are formed by weight decay (``no_decay_params``), learning-rate scale (``lr_scaling_plan``) and kind of
-    tensor: torch's foreach and fused kernels refuse a group that mixes sharded and plain tensors.
+    """The optimizers of each sub-model's trainable parameters, as ``training.optimizer`` says.
 
     Args:
         models: prefix of parameter names (``"predictor"``; empty on the single-model path) → sub-model.
         config: the patterns in it are matched against the full names of all of them together.
+
+    Raises:
+        ConfigError: as `check_optimizer`.
     """
-    named = {
-        prefix: {f"{prefix}.{name}" if prefix else name: p for name, p in model.named_parameters() if p.requires_grad}
-        for prefix, model in models.items()
-    }
-    every_name = [name for parameters in named.values() for name in parameters]
-    undecayed = match_parameters(every_name, config.no_decay_params, key="training.no_decay_params")
-    scales: dict[str, float] = {}
-    for i, rule in enumerate(config.lr_scaling_plan):
-        for name in match_parameters(every_name, rule.apply_modules, key=f"training.lr_scaling_plan.{i}.apply_modules"):
-            if name in scales:
-                raise ConfigError(f"two rules scale the learning rate of {name}", key=f"training.lr_scaling_plan.{i}")
-            scales[name] = rule.scale
+    plan = OptimizerPlan.of(models, config)
     return {
         prefix: NamedOptimizer(
-            AdamW(
-                _groups(parameters, undecayed, scales, config.weight_decay),
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.adam_eps,
-                fused=True,
-            ),
+            config.optimizer,
+            _build(parameters, plan, config),
             {parameter: name for name, parameter in parameters.items()},
         )
-        for prefix, parameters in named.items()
+        for prefix, parameters in plan.parameters.items()
     }
 
 
-def _groups(
-    parameters: Mapping[str, nn.Parameter], undecayed: Set[str], scales: Mapping[str, float], weight_decay: float
-) -> list[dict[str, Any]]:
-    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        decay, scale = 0.0 if name in undecayed else weight_decay, scales.get(name, 1.0)
-        key = (decay, scale, isinstance(parameter, DTensor))
-        groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": scale})["params"].append(parameter)
-    return list(groups.values())
+def check_optimizer(models: Mapping[str, nn.Module], config: TrainingConfig) -> None:
+    """Whether ``training.optimizer`` can train these sub-models, which may lie on meta.
+
+    Raises:
+        ConfigError: as `OptimizerPlan.of`, or what the optimizer needs isn't installed.
+    """
+    OptimizerPlan.of(models, config)
+    if config.optimizer == "adamw_8bit":
+        _load_quantizer()
+
+
+def _build(
+    parameters: Mapping[str, nn.Parameter], plan: OptimizerPlan, config: TrainingConfig
+) -> tuple[ShardedOptimizer, ...]:
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
+    if config.optimizer in ("adamw_8bit", "adamw_sr"):
+        return (
+            LowBitAdamW(
+                plan.groups(parameters),
+                **adamw,
+                names={parameter: name for name, parameter in parameters.items()},
+                seed=config.seed,
+                quantizer=_load_quantizer() if config.optimizer == "adamw_8bit" else None,
+            ),
+        )
+    optimizers: list[ShardedOptimizer] = []
+    matrices = {name: parameter for name, parameter in parameters.items() if name in plan.matrices}
+    if matrices:
+        groups = plan.groups(matrices)
+        optimizers.append(Muon(groups, lr=config.lr, momentum=config.muon_momentum))
+    others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
+    if others:
+        optimizers.append(FusedAdamW(plan.groups(others), **adamw, fused=True))
+    return tuple(optimizers)
+
+
+def _load_quantizer() -> BlockQuantizer:
+    try:
+        return BlockQuantizer()
+    except ImportError as error:
+        raise ConfigError(
+            f"adamw_8bit needs torchao ({error}); pip install 'mm-trainer[torchao]', or take adamw",
+            key="training.optimizer",
+        ) from error
