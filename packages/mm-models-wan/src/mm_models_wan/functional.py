@@ -178,7 +178,8 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = _wide(x).unflatten(-1, (-1, 2))
-    if x.device.type in ("cpu", "cuda"):  # one product of complex numbers, which not every accelerator has
+    # One product of complex numbers; not every accelerator has it, and a compiler fuses only the real ones.
+    if x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
         angles = torch.complex(cos.to(pairs.dtype), sin.to(pairs.dtype))
         turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
     else:
