@@ -126,8 +126,9 @@ class TrainingConfig(Section):
             raise ValueError("lr_warmup_iters: lr_warmup_ratio is given as well; keep one of the two")
         if self.lr_min > self.lr:
             raise ValueError(f"lr_min: expected at most lr = {self.lr}, got {self.lr_min}")
-        if self.muon_params and self.optimizer != "muon":
-            raise ValueError(f"muon_params: only read by `optimizer: muon`, and it is {self.optimizer}")
+        for name in ("muon_momentum", "muon_params"):
+            if self.optimizer != "muon" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: only read by `optimizer: muon`, and it is {self.optimizer}")
         if self.keep_last == 0 or self.keep_last < -1:
             raise ValueError(f"keep_last: expected -1 (keep all) or at least 1, got {self.keep_last}")
         if self.gradient_accumulation_steps == "auto" and self.global_batch_size is None:

@@ -100,7 +100,7 @@ class LowBitAdamW(Optimizer):
         for name in _MOMENTS:
             if self._is_quantized(parameter):
                 assert self._quantizer is not None
-                columns = parameter[0].numel() // self._quantizer.block
+                columns = parameter.shape[1:].numel() // self._quantizer.block
                 state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
                 state[f"{name}_scale"] = zeros_per_row(parameter, columns)
             else:
@@ -192,13 +192,17 @@ def random_bits(first: int, count: int, key: int, step: Tensor) -> Tensor:
         key: 32 bits.
         step: 0-dim, on the device that is computed on; it is not read on the host.
     """
-    position = torch.arange(first, first + count, device=step.device)
-    return (_mix(position ^ _mix(_mix(step.long()) ^ key)) & 0xFFFF).int()
+    position = torch.arange(count, dtype=torch.int32, device=step.device) + _wrapped(first)
+    return _mix(position ^ _mix(_mix(step.int()) ^ _wrapped(key))) & 0xFFFF
 
 
 def _mix(value: Tensor) -> Tensor:
-    """A bijection of 32-bit values that looks random (the finaliser of MurmurHash3); int64 in and out."""
-    value = value & 0xFFFFFFFF
-    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return value ^ (value >> 16)
+    """A bijection of int32 that looks random: the finaliser of MurmurHash3, in arithmetic that wraps around."""
+    value = (value ^ ((value >> 16) & 0xFFFF)) * _wrapped(0x85EBCA6B)
+    value = (value ^ ((value >> 13) & 0x7FFFF)) * _wrapped(0xC2B2AE35)
+    return value ^ ((value >> 16) & 0xFFFF)
+
+
+def _wrapped(value: int) -> int:
+    """The int32 with the same last 32 bits."""
+    return (value + 2**31) % 2**32 - 2**31
