@@ -1,4 +1,4 @@
-"""Optimizers against references that others wrote; on any layout; resumed; with steps left out; refused."""
+"""Optimizers against references that others wrote; on any layout; resumed; with steps left out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cfg_helpers import CONTAINER, SINGLE, environment, line_of, run_cli, write
 from optimizer_models import KINDS, Net, build, eager, run, set_gradients, snapshot, training
-from rank_training import read_checkpoint, train_rank
+from rank_training import read_checkpoint, trace, train_rank
 from torch import Tensor, nn
 
-from mm_trainer.check import check
-from mm_trainer.config import load_config, resolve
 from mm_trainer.engine.low_bit import random_bits, round_stochastically
 from mm_trainer.engine.optim import build_optimizers
 from mm_trainer.engine.profiling import held_bytes
-from mm_trainer.errors import ConfigError, InputError
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao isn't installed")
 EVERY = [pytest.param(kind, marks=needs_torchao) if kind == "adamw_8bit" else kind for kind in KINDS]
@@ -325,75 +321,15 @@ def test_a_run_that_is_resumed_is_the_same_run(run_ranks, kind: str, tmp_path: P
     assert_equal(found, expected)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
-def test_another_optimizer_s_state_is_refused() -> None:
-    net, optimizer = build("adamw")
-    run(net, optimizer, range(1))
-    _, other = build("muon")
-    with pytest.raises(
-        InputError,
-        match=r"state of net\.blocks\.0\.weight is exp_avg, exp_avg_sq, step, but training\.optimizer: muon keeps "
-        r"momentum_buffer: was the optimizer changed\? training\.no_load_optim: true resumes with a fresh one",
-    ):
-        other.allocate_state(optimizer.state())
-
-
-def refused(folder: Path, text: str, *overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError, match=".") as caught:
-        check(load_config(write(folder, text), overrides, environment=environment(folder)), 2, require_files=True)
-    return caught.value
-
-
-def test_a_missing_torchao_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = SINGLE + "  optimizer: adamw_8bit\n"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"torchao, which is not installed: pip install 'mm-trainer\[torchao\]'") as e:
-        resolve(load_config(write(tmp_path, text), environment=environment(tmp_path)), 2)
-    assert (e.value.key, e.value.line) == ("training.optimizer", line_of(text, "optimizer: adamw_8bit"))
-
-
-def test_a_missing_torchao_ends_the_command_with_code_2(tmp_path: Path) -> None:
-    text = SINGLE + "  optimizer: adamw_8bit\n"
-    hidden = "import sys; sys.modules['torchao'] = None; from mm_trainer.cli import main; main()"
-    done = run_cli(["train", write(tmp_path, text)], tmp_path, python=("-c", hidden))
-    assert done.code == 2, done.err
-    assert f"config.yaml:{line_of(text, 'optimizer: adamw_8bit')}: training.optimizer: adamw_8bit needs" in done.err
-    assert "Traceback" not in done.err
-
-
-def test_stochastic_rounding_of_fp32_weights_is_refused(tmp_path: Path) -> None:
-    error = refused(tmp_path, CONTAINER, "training.optimizer=adamw_sr")
-    assert error.key == "training.optimizer"
-    assert "predictor has none; set model.models.predictor.dtype: bf16, or take adamw" in error.message
-    check(
-        load_config(
-            write(tmp_path, CONTAINER),
-            ["training.optimizer=adamw_sr", "model.models.predictor.dtype=bf16"],
-            environment=environment(tmp_path),
-        ),
-        2,
-        require_files=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "said"),
-    [
-        (["training.muon_params=[blocks]"], "training.muon_params", "only read by `optimizer: muon`, and it is adamw"),
-        (["training.muon_momentum=0.9"], "training.muon_momentum", "only read by `optimizer: muon`, and it is adamw"),
-        (["training.optimizer=muon", "training.muon_params=[bias]"], "training.muon_params", "is a matrix"),
-        (["training.optimizer=muon", "training.muon_params=[blcks]"], "training.muon_params.0", "nearest: blocks"),
-        (
-            ["training.optimizer=muon", "model.freeze=[weight]"],
-            "training.optimizer",
-            "and there is none to train; name some in training.muon_params, or take adamw",
-        ),
-        (["training.optimizer=adamw8bit"], "training.optimizer", "adamw_8bit"),
-    ],
-)
-def test_what_doesn_t_fit_is_refused_with_its_key(tmp_path: Path, overrides: list[str], key: str, said: str) -> None:
-    error = refused(tmp_path, SINGLE, *overrides)
-    assert error.key == key
-    assert said in str(error)
+def test_a_run_with_muon_is_the_same_on_one_rank_and_on_two(run_ranks, tmp_path: Path) -> None:
+    """Gradients differ by rounding here, which orthogonalising in bf16 enlarges; the trace stays within rtol 1e-4."""
+    config = tmp_path / "config.yaml"
+    config.write_text(RUN.format(save=tmp_path / "run"), encoding="utf-8")
+    same = ["training.global_batch_size=4", "training.gradient_accumulation_steps=auto", "training.train_iters=8"]
+    options = [*same, "training.optimizer=muon", "training.lr=0.0005", "data.dataset_param.poison=-1"]
+    traces = [
+        trace(run_ranks(train_rank, ranks, {}, [*options, f"training.save={tmp_path / str(ranks)}"], str(config))[0])
+        for ranks in (1, 2)
+    ]
+    assert traces[0][-1] < 0.9 * traces[0][0]
+    torch.testing.assert_close(torch.tensor(traces[1]), torch.tensor(traces[0]), rtol=1e-4, atol=0)
