@@ -13,7 +13,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,11 @@ from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.data.cache import CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, write_cache
-from mm_trainer.data.loader import BatchLoader, WorkerOptions
+from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
 from mm_trainer.data.metadata_formats import read_table
 from mm_trainer.data.order import DataOrder, SampleTable
+from mm_trainer.data.pixels import to_pixels
+from mm_trainer.data.shaping import Bucket, cover
 from mm_trainer.data.video import VideoDataset
 
 FRAMES, HEIGHT, WIDTH, RATE = 49, 480, 832, 16
@@ -48,36 +52,77 @@ def main() -> None:
 
 
 def measure_speed(folder: Path) -> None:
-    """Clips per second of the loader, with one and two workers, against bare PyAV delivering the same frames."""
+    """Clips of the loader against PyAV alone, which decodes the same frames with as few steps as it can.
+
+    The loader's part ends with the batch in the training process's memory, pixels as bytes; moving them to the device
+    and making float32 of them there belongs to the step. Clips begin with a key frame, so nobody seeks. The bare side
+    opens a clip and decodes up to the last needed frame with one thread, as a worker does, and of the needed frames
+    (1) makes nothing, (2) makes RGB arrays in the clip's own size, as ``to_ndarray`` does, (3) makes RGB of the size
+    and with the filter that the loader uses, in PyAV's fastest format, which is what the loader delivers.
+
+    The rate is by the clock, so it wants an idle machine; CPU seconds are of all processes, start and end of the
+    workers included, and hardly mind what else runs.
+    """
     data = write_clips(folder, clips=4, rows=64, height=720, width=1280)
-    rates: dict[str, list[float]] = {name: [] for name in ("bare", "bare, to size", "one", "two")}
-    for _ in range(3):  # in turns, so that what else the machine does hits all alike
-        rates["bare"].append(rate(lambda: decode_bare(folder, 4), 4))
-        rates["bare, to size"].append(rate(lambda: decode_bare(folder, 4, size=(HEIGHT, WIDTH)), 4))
-        rates["one"].append(loader_rate(data, workers=1, count=8))
-        rates["two"].append(loader_rate(data, workers=2, count=16))
-    whole, sized, one, two = (statistics.median(values) for values in rates.values())
-    print(
-        f"  {FRAMES} frames at {RATE} fps from 1280×720 H.264 at 30 fps, to {HEIGHT}×{WIDTH}; one decoder thread each"
-    )
-    print(f"  bare decoding to RGB: {whole:.2f} clips/s; and to size: {sized:.2f}")
-    print(f"  loader, one worker: {one:.2f} clips/s, {one / whole:.2f} and {one / sized:.2f} of bare (at least 0.9)")
-    print(f"  loader, two workers: {two:.2f} clips/s, {two / one:.2f} × one (at least 1.7)")
+    crop = cover(Bucket(FRAMES, HEIGHT, WIDTH), height=720, width=1280)
+    bare = {
+        "(1) decoded": lambda frame: None,
+        "(2) own size": lambda frame: frame.to_ndarray(format="rgb24"),
+        "(3) to size": scale_bare(crop.height, crop.width),
+    }
+    clips: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
+    for _ in range(5):  # in turns, so that what else the machine does hits all alike
+        for name, use in bare.items():
+            before = cpu_seconds()
+            clips[name].append(rate(partial(decode_bare, folder, use), 4))
+            cpu[name].append((cpu_seconds() - before) / 4)
+        for workers in (1, 2):
+            name = f"loader, {workers} workers"
+            clips[name].append(loader_rate(data, workers=workers, count=8 * workers))
+            before = cpu_seconds()
+            read_once(data, workers=workers, count=16)
+            cpu[name].append((cpu_seconds() - before) / 16)
+    print(f"  {FRAMES} frames at {RATE} fps of 1280×720 H.264 at 30 fps, to {HEIGHT}×{WIDTH}; one decoder thread each")
+    rates, costs = ({name: statistics.median(values) for name, values in x.items()} for x in (clips, cpu))
+    for name in rates:
+        print(f"  {name:18} {rates[name]:.2f} clips/s, {costs[name]:.3f} CPU seconds per clip")
+    one, two = "loader, 1 workers", "loader, 2 workers"
+    for name in bare:
+        by_clock, by_cpu = rates[one] / rates[name], costs[name] / costs[one]
+        print(f"  one worker over bare {name}: {by_clock:.2f} by the clock, {by_cpu:.2f} by CPU time (at least 0.9)")
+    print(f"  two workers over one: {rates[two] / rates[one]:.2f} by the clock (at least 1.7)")
 
 
-def decode_bare(folder: Path, clips: int, size: tuple[int, int] | None = None) -> None:
-    """What the loader needs, by PyAV alone: every frame up to the last needed one decoded, the needed ones as RGB."""
-    for number in range(clips):
-        with av.open(str(folder / f"{number % 4}.mp4")) as container:
+def decode_bare(folder: Path, use: Callable[[av.VideoFrame], object]) -> None:
+    """The needed frames of every clip by PyAV alone."""
+    wanted = {round(k / RATE * 30) for k in range(FRAMES)}
+    for number in range(4):
+        with av.open(str(folder / f"{number}.mp4")) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
-            wanted = [round(k / RATE * 30) for k in range(FRAMES)]
-            height, width = size or (None, None)
             for index, frame in enumerate(container.decode(stream)):
                 if index in wanted:
-                    frame.to_ndarray(format="rgb24", width=width, height=height, threads=1)
-                if index == wanted[-1]:
+                    use(frame)
+                if index == max(wanted):
                     break
+
+
+def scale_bare(height: int, width: int) -> Callable[[av.VideoFrame], object]:
+    reformatter = av.video.reformatter.VideoReformatter()
+    return lambda frame: reformatter.reformat(frame, width, height, "gbrp", interpolation="BICUBIC", threads=1)
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the children that have ended."""
+    return sum(os.times()[:4])
+
+
+def read_once(data: VideoDataset, *, workers: int, count: int) -> None:
+    """So many clips through the loader and no more: a training loader would read ahead."""
+    options = WorkerOptions(num_workers=workers)
+    for _ in fixed_batches(data, quantiles=[0.5], micro_batch_size=1, max_samples=count, workers=options):
+        pass
 
 
 def loader_rate(data: VideoDataset, *, workers: int, count: int) -> float:
@@ -193,7 +238,7 @@ def measure_cache(folder: Path) -> None:
     data = write_clips(folder, clips=4, rows=32)
 
     def encode(batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"latents": torch.nn.functional.avg_pool3d(batch["video"], (4, 8, 8))}
+        return {"latents": torch.nn.functional.avg_pool3d(to_pixels(batch["video"]), (4, 8, 8))}
 
     write_cache(folder / "cache", data, encode, settings={}, options=CacheOptions(micro_batch_size=1))
     clips = loader_rate(data, workers=1, count=16)

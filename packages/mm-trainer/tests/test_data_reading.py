@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,14 +110,34 @@ def test_seeking_decodes_no_more_than_the_group_of_pictures(tmp_path: Path, monk
     path = write_clip(tmp_path / "a.mp4", frames=120, fps=16, gop=12)
     decoded = []
 
-    def counting(container, stream):  # type: ignore[no-untyped-def]
-        for frame in container.decode(stream):
-            decoded.append(frame.pts)
-            yield frame
+    def counting(*arguments: Any, decode: Any = reader._decode_needed) -> Iterator[Any]:
+        for shown in decode(*arguments):
+            decoded.append(shown)
+            yield shown
 
-    monkeypatch.setattr(reader, "_decode", counting)
+    monkeypatch.setattr(reader, "_decode_needed", counting)
     assert numbers_at(path, grid(16, 5, 5.0)) == [80, 81, 82, 83, 84]
     assert len(decoded) <= 12 + 5 + 1
+
+
+def test_what_no_frame_needs_is_not_decoded(tmp_path: Path) -> None:
+    """30 to 10 fps with B-frames: two of three aren't wanted, and what comes is what decoding them all gives."""
+    import av
+
+    from mm_trainer.data import reader
+
+    path = write_clip(tmp_path / "a.mp4", frames=60, fps=30, codec="libx264")
+    times = grid(10, 20)
+    with av.open(str(path)) as container:
+        everything = {round(f.time * 30): f.to_ndarray(format="gbrp") for f in container.decode(video=0)}
+    with av.open(str(path)) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        some = dict(reader._decode_needed(container, container.streams.video[0], times))
+    numbers = {round(time * 30): frame.to_ndarray(format="gbrp") for time, frame in some.items()}
+    assert len(everything) == 60
+    assert set(range(0, 60, 3)) <= numbers.keys()
+    assert len(numbers) < 50
+    assert all(np.array_equal(frame, everything[number]) for number, frame in numbers.items())
 
 
 def test_faster_than_the_source_repeats_frames(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Reading frames out of video and image files, by the time they are shown at.
 
 A clip is read on an even grid of times; at each, the frame nearest in time is taken, so a variable frame rate or odd
-timestamps do no harm. Decoding starts at the key frame before the first wanted time and ends with the last wanted one.
+timestamps do no harm. Decoding starts at the key frame before the first wanted time, ends with the last wanted one, and
+leaves out, in between, the frames that neither are wanted nor are needed to decode others.
 Files are opened inside the call and closed before it returns: no decoder outlives a sample or crosses a fork.
 """
 
@@ -71,7 +72,7 @@ def probe(path: str | Path) -> MediaInfo:
         return MediaInfo(width=width, height=height, frames=1, fps=0.0, duration=0.0)
     with _open_video(path) as (container, stream):
         duration, frames = _extent(container, stream)
-        first = next(_decode(container, stream), None)
+        first = next(iter(container.decode(stream)), None)
         if first is None:
             raise MediaError("no frame can be decoded")
         height, width = first.height, round(first.width * (stream.sample_aspect_ratio or 1))
@@ -99,7 +100,7 @@ def read_frames(path: str | Path, times: Sequence[float], crop: Crop) -> NDArray
     out = np.empty((3, len(times), crop.kept_height, crop.kept_width), dtype=np.uint8)
     with _open_video(path) as (container, stream):
         previous: Any = None
-        for slot, frame in enumerate(_nearest(_decode_from(container, stream, times[0]), times)):
+        for slot, frame in enumerate(_nearest(_decode_needed(container, stream, times), times)):
             if frame is previous:
                 out[:, slot] = out[:, slot - 1]
             else:
@@ -204,26 +205,63 @@ def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
     return float((last + length - first) * stream.time_base), len(packets)
 
 
-def _decode(container: InputContainer, stream: Any) -> Iterator[Any]:
-    return iter(container.decode(stream))
+def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[tuple[float, Any]]:
+    """Pairs (seconds from the clip's start, frame), ascending, from the key frame before the first of ``times`` on.
 
-
-def _decode_from(container: InputContainer, stream: Any, time: float) -> Iterator[tuple[float, Any]]:
-    """Pairs (seconds from the clip's start, frame), from the key frame before ``time`` on."""
-    start = float((stream.start_time or 0) * stream.time_base)
-    sought = time > 0
-    if sought:
-        container.seek(int((time + start) / stream.time_base), stream=stream)
-    for frame in _decode(container, stream):
-        if frame.pts is None:
-            raise MediaError("a frame has no timestamp")
-        shown = frame.time - start
-        if sought and shown > time:  # the container's index led too far: read from the start
-            container.seek(stream.start_time or 0, stream=stream)
-            yield from _decode_from(container, stream, 0.0)
+    Frames that are nearest to none of the times are decoded only if others refer to them.
+    """
+    start = stream.start_time or 0
+    if times[0] > 0:
+        container.seek(int(start + times[0] / stream.time_base), stream=stream)
+        frames = _decode_on(container, stream, times)
+        first = next(frames, None)
+        if first is not None and first[0] <= times[0]:
+            yield first
+            yield from frames
             return
-        sought = False
-        yield shown, frame
+        container.seek(start, stream=stream)  # the container's index led too far: read from the start
+    yield from _decode_on(container, stream, times)
+
+
+def _decode_on(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[tuple[float, Any]]:
+    """As `_decode_needed`, from where the container stands."""
+    start, unit, context = stream.start_time or 0, float(stream.time_base), stream.codec_context
+    wanted = [start + time / unit for time in times]
+    packets = _packets_until(container, stream, wanted[-1])
+    needed = _nearest_stamps(sorted(packet.pts for packet in packets if packet.pts is not None), wanted)
+    for packet in [*packets, None]:  # None: what the decoder holds back
+        if packet is not None:
+            context.skip_frame = "DEFAULT" if packet.pts is None or packet.pts in needed else "NONREF"
+        for frame in context.decode(packet):
+            if frame.pts is None:
+                raise MediaError("a frame has no timestamp")
+            yield (frame.pts - start) * unit, frame
+
+
+def _packets_until(container: InputContainer, stream: Any, last: float) -> list[Any]:
+    """Packets from here up to all that are shown by the timestamp ``last``, and the one shown next."""
+    packets, following = [], math.inf
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue
+        packets.append(packet)
+        if packet.pts is not None and packet.pts >= last:
+            following = min(following, packet.pts)
+        if packet.dts is not None and packet.dts >= following:  # nothing is shown before it is decoded
+            break
+    return packets
+
+
+def _nearest_stamps(stamps: Sequence[int], wanted: Sequence[float]) -> set[int]:
+    """Those of ascending timestamps that are nearest to a wanted one (both of two equally near), and the last."""
+    if not stamps:
+        return set()
+    grid, at = np.array(stamps), np.array(wanted)
+    after = np.searchsorted(grid, at).clip(min(1, len(grid) - 1), len(grid) - 1)
+    left, right = grid[after - 1], grid[after]
+    closer = np.abs(at - left) - np.abs(right - at)
+    rounding = 0.01
+    return {*left[closer <= rounding].tolist(), *right[closer >= -rounding].tolist(), stamps[-1]}
 
 
 def _nearest(frames: Iterator[tuple[float, Any]], times: Sequence[float]) -> Iterator[Any]:
