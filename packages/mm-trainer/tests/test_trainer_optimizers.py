@@ -12,6 +12,7 @@ from optimizer_models import KINDS, Net, build, eager, run, set_gradients, snaps
 from rank_training import read_checkpoint, trace, train_rank
 from torch import Tensor, nn
 
+from mm_trainer.engine import low_bit
 from mm_trainer.engine.low_bit import random_bits, round_stochastically
 from mm_trainer.engine.optim import build_optimizers
 from mm_trainer.engine.profiling import held_bytes
@@ -153,6 +154,17 @@ def test_groups_scale_learning_rate_and_leave_decay_out(kind: str) -> None:
         factor = 1 - (0.0 if "bias" in name else 0.1) * 1e-2 * (50 if name.startswith("blocks.0") else 1)
         tolerance = {"rtol": 2**-7, "atol": 0} if kind == "adamw_sr" else {"rtol": 1e-6, "atol": 0}
         torch.testing.assert_close(parameter.detach(), before[name] * factor, **tolerance)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("adamw_8bit", marks=needs_torchao), "adamw_sr"])
+def test_the_size_of_the_pieces_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for piece in (low_bit._PIECE, 512):
+        monkeypatch.setattr(low_bit, "_PIECE", piece)
+        net, optimizer = build(kind)
+        run(net, optimizer, range(3))
+        found.append(snapshot(net, optimizer))
+    assert_equal(found[1], found[0])
 
 
 def test_muon_takes_the_matrices_of_blocks_or_those_that_are_named() -> None:
