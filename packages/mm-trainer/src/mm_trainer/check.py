@@ -133,9 +133,6 @@ def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:
 
 def _check_data(bound: BoundConfig, built: BuiltModel) -> None:
     """Frames and sizes of the samples against the models' strides."""
-    from mm_trainer.contracts import BaseModel, ModelContainer
-
-    assert isinstance(built.model, BaseModel | ModelContainer)  # the hub builds nothing else
     spec = built.model.input_spec()
     for binding in (*bound.datasets, *bound.val_datasets):
         if isinstance(binding.factory, ChecksInputSpec):
@@ -162,10 +159,11 @@ def scan_data(checked: Checked, sheet: Path, console: Console) -> None:
 
     config = checked.config
     training = config.training
+    built = checked.built or _build(checked.bound, seed=training.seed)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading samples", total=None)
         result = scan(
-            open_datasets(checked.bound.datasets, checked.bound, seed=training.seed),
+            open_datasets(checked.bound.datasets, checked.bound, built.model.input_spec(), seed=training.seed),
             micro_batch_size=training.micro_batch_size,
             data_size=config.mesh.data,
             accumulation=int(training.gradient_accumulation_steps),

@@ -17,8 +17,6 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
 from mm_checkpoint import LoadReport, resolve_source
 from mm_parallel import (
     KeyedInitializer,
@@ -44,7 +42,7 @@ log = logging.getLogger(__name__)
 class BuiltModel:
     """A model ready to train, whichever path it came by."""
 
-    model: nn.Module
+    model: BaseModel | ModelContainer
     """`ModelContainer`, or the single model: ``model(**batch).loss``."""
     sub_models: Mapping[str, BaseModel]
     """Dotted prefix of parameter names → sub-model; the single-model path has one, under the empty name."""

@@ -103,7 +103,7 @@ def make_engine(
     ema = _make_ema(built, training)
     resolved_text = dump_resolved(bound.config)  # with the plugins' own keys settled too
     checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
-    loader = build_loader(config, bound, mesh)
+    loader = build_loader(config, bound, mesh, built.model.input_spec())
     progress = Progress()
     if resume_from is not None:
         state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
@@ -138,7 +138,11 @@ def make_engine(
         ),
         requests=RequestWatcher(folder),
         profiles=_make_profiles(config, mesh, built, optimizers),
-        validation=build_validation(config, bound, mesh) if training.val_interval and not dry_run else None,
+        validation=(
+            build_validation(config, bound, mesh, built.model.input_spec())
+            if training.val_interval and not dry_run
+            else None
+        ),
         describe_sample=loader.describe,
         stepping=Stepping(built.model if isinstance(built.model, ModelContainer) else None),
         ema=ema,

@@ -80,4 +80,4 @@ def write_caches(
         if mesh.rank == 0:
             log.info("%d of %d samples encoded", done, total)
 
-    return make_cache(config, bound, mesh, encode, variants=variants, progress=progress)
+    return make_cache(config, bound, mesh, encode, container.input_spec(), variants=variants, progress=progress)

@@ -17,8 +17,6 @@ _HOME = {
     "build_validation": "build",
     "make_cache": "build_cache",
     "open_datasets": "build",
-    "scan": "scan",
-    "scan_tables": "scan",
     "write_cache": "cache_writer",
     "write_contact_sheet": "contact_sheet",
     "fixed_batches": "loader",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mm_trainer.contracts.dataset import DatasetContext, MapDataset
-from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches, sample_table
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.order import SampleTable
@@ -21,15 +20,20 @@ if TYPE_CHECKING:
     from mm_trainer.config import BoundConfig, ResolvedConfig
     from mm_trainer.config.binding import DatasetBinding
     from mm_trainer.contracts.model import Tokenizer
+    from mm_trainer.contracts.spec import InputSpec
 
 ValidationBatches = Callable[[], Iterator[dict[str, Any]]]
 
 
-def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> BatchLoader:
-    """The training batches of this rank."""
+def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, spec: InputSpec) -> BatchLoader:
+    """The training batches of this rank.
+
+    Args:
+        spec: what the models ask of a clip.
+    """
     data, training = config.data, config.training
     loader = BatchLoader(
-        _open_section(config, bound, bound.datasets, "train"),
+        _open_section(config, bound, bound.datasets, "train", spec),
         micro_batch_size=training.micro_batch_size,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
@@ -44,11 +48,13 @@ def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh)
     return loader
 
 
-def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh) -> ValidationBatches | None:
+def build_validation(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, spec: InputSpec
+) -> ValidationBatches | None:
     """A function that starts one pass over the validation set; None if there is none."""
     if not bound.val_datasets:
         return None
-    dataset = _open_section(config, bound, bound.val_datasets, "validation")
+    dataset = _open_section(config, bound, bound.val_datasets, "validation", spec)
     check_agreement(sample_table(dataset), mesh.device)
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -65,14 +71,14 @@ def build_validation(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelM
 
 
 def _open_section(
-    config: ResolvedConfig, bound: BoundConfig, bindings: Sequence[DatasetBinding], name: str
+    config: ResolvedConfig, bound: BoundConfig, bindings: Sequence[DatasetBinding], name: str, spec: InputSpec
 ) -> MapDataset:
     """The clips of a section, or their conditions from ``data.cache``."""
     if config.data.cache is None:
-        return open_datasets(bindings, bound, seed=config.training.seed)
+        return open_datasets(bindings, bound, spec, seed=config.training.seed)
     from mm_trainer.data.build_cache import open_cache
 
-    return open_cache(Path(config.data.cache) / name, bindings, bound, seed=config.training.seed)
+    return open_cache(Path(config.data.cache) / name, bindings, bound, spec, seed=config.training.seed)
 
 
 def check_agreement(samples: SampleTable, device: torch.device) -> None:
@@ -101,15 +107,13 @@ def worker_options(config: ResolvedConfig) -> WorkerOptions:
     return WorkerOptions(num_workers=param.num_workers, prefetch_factor=param.prefetch_factor, pin_memory=pin)
 
 
-def open_datasets(bindings: Sequence[DatasetBinding], bound: BoundConfig, *, seed: int) -> MapDataset:
-    """Open the data set of a section, or the mix of several, for the models of a configuration."""
-    spec = _input_spec(bound)
+def open_datasets(bindings: Sequence[DatasetBinding], bound: BoundConfig, spec: InputSpec, *, seed: int) -> MapDataset:
+    """Open the data set of a section, or the mix of several, for models that ask for clips like ``spec``."""
     opened = [_open(binding, bound, spec, seed=seed) for binding in bindings]
     if len(opened) == 1:
         return opened[0]
-    weights = [1.0 if binding.weight is None else binding.weight for binding in bindings]
-    given = any(weight != 1.0 for weight in weights)
-    return MixedDataset(opened, repeats=[binding.repeats for binding in bindings], weights=weights if given else None)
+    weights = [binding.weight for binding in bindings if binding.weight is not None]  # all have one, or none has
+    return MixedDataset(opened, repeats=[binding.repeats for binding in bindings], weights=weights or None)
 
 
 def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed: int) -> MapDataset:
@@ -118,17 +122,6 @@ def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed:
     params.pop("tokenizer")
     context = DatasetContext(input_spec=spec, tokenizer=build_tokenizer(binding, bound), seed=seed)
     return binding.factory(params, context)
-
-
-def _input_spec(bound: BoundConfig) -> InputSpec:
-    """What the models ask of a clip, from a build without weights."""
-    from mm_trainer.contracts.container import ModelContainer
-    from mm_trainer.hub import build_structure
-
-    built = build_structure(bound)
-    if isinstance(built.model, ModelContainer):
-        return built.model.input_spec()
-    return InputSpec.merge(model.input_spec() for model in built.sub_models.values())
 
 
 def build_tokenizer(binding: DatasetBinding, bound: BoundConfig) -> Tokenizer | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
     from mm_trainer.config.binding import DatasetBinding
-    from mm_trainer.contracts.spec import ModelSpec
+    from mm_trainer.contracts.spec import InputSpec, ModelSpec
 
 TRAIN, VALIDATION = "train", "validation"
 """Folders in the cache, one per data set of the configuration."""
@@ -33,6 +33,7 @@ def make_cache(
     bound: BoundConfig,
     mesh: ParallelMesh,
     encode: Encode,
+    spec: InputSpec,
     *,
     variants: int = 1,
     progress: Callable[[int, int], None] | None = None,
@@ -44,6 +45,7 @@ def make_cache(
         bound: its classes.
         mesh: ranks; those that share a sample encode together and one of them writes.
         encode: the pipeline's conditions of a batch on the CPU.
+        spec: what the models ask of a clip.
         variants: crops and captions per sample of the training set.
         progress: see `write_cache`.
 
@@ -59,7 +61,7 @@ def make_cache(
         plain = [replace(binding, params=_without_dropout(binding.params)) for binding in bindings]
         reports[name] = write_cache(
             Path(config.data.cache) / name,
-            open_datasets(plain, bound, seed=config.training.seed),
+            open_datasets(plain, bound, spec, seed=config.training.seed),
             encode,
             settings=cache_settings(bindings, bound),
             tokenizer=build_tokenizer(bindings[0], bound),
@@ -76,7 +78,9 @@ def make_cache(
     return reports
 
 
-def open_cache(folder: Path, bindings: Sequence[DatasetBinding], bound: BoundConfig, *, seed: int) -> CachedDataset:
+def open_cache(
+    folder: Path, bindings: Sequence[DatasetBinding], bound: BoundConfig, spec: InputSpec, *, seed: int
+) -> CachedDataset:
     """Open the cache of one of the configuration's data sets, and compare it with what the run would make.
 
     Raises:
@@ -87,7 +91,7 @@ def open_cache(folder: Path, bindings: Sequence[DatasetBinding], bound: BoundCon
         raise DataError(f"data.cache: the data sets of a mix must have one caption_dropout, got {sorted(dropout)}")
     return CachedDataset(
         folder,
-        dataset=open_datasets(bindings, bound, seed=seed),
+        dataset=open_datasets(bindings, bound, spec, seed=seed),
         settings=cache_settings(bindings, bound),
         seed=seed,
         caption_dropout=dropout.pop(),

@@ -15,7 +15,7 @@ from mm_trainer.data.report import DataReport, copy_report
 class MixedDataset:
     """Data sets side by side, each with its share of an epoch.
 
-    Without weights (which is the same as all weights 1), an epoch goes ``repeats`` times through each data set. With
+    Without weights, an epoch goes ``repeats`` times through each data set. With
     weights, the shares of the epoch's samples are in their ratio, and the epoch is as long as it takes for no data set
     to be cut: the one that is largest for its weight goes through ``repeats`` times, the others more often (the last
     time maybe in part, from its start).
