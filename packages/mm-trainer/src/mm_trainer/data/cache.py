@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,12 @@ def write_index(
         "bucket": np.array(bucket, dtype=np.int32),
         "tokens": np.array(tokens, dtype=np.int64),
     }
-    partial = folder / f"{INDEX}.partial"
-    save_file(columns, partial, metadata={name: json.dumps(value) for name, value in extra.items()})
-    partial.replace(folder / INDEX)
+    metadata = {name: json.dumps(value) for name, value in extra.items()}
+    replace_file(folder / INDEX, lambda path: save_file(columns, path, metadata=metadata))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place and rename it there."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    partial.replace(path)

@@ -7,7 +7,6 @@ often: ranks that have less to do encode something again and drop it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -23,7 +22,17 @@ from torch import Tensor
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import Loaded, SampleReader
-from mm_trainer.data.cache import EMPTY, FORMAT, SETTINGS, SHARDS, check_settings, read_settings, trim_rows, write_index
+from mm_trainer.data.cache import (
+    EMPTY,
+    FORMAT,
+    SETTINGS,
+    SHARDS,
+    check_settings,
+    read_settings,
+    replace_file,
+    write_index,
+)
+from mm_trainer.data.cache_shards import ShardWriter
 from mm_trainer.data.collate import collate
 from mm_trainer.data.fingerprints import sample_fingerprint
 from mm_trainer.data.loader import Places, WorkerOptions, make_torch_loader, sample_table
@@ -34,8 +43,6 @@ from mm_trainer.errors import DataError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SHARD_SAMPLES = 1024
-"""A shard holds no more samples than this: its header is read with every sample."""
 Encode = Callable[[dict[str, Any]], Mapping[str, Tensor]]
 """A collated batch on the CPU, pixels as bytes → conditions, (B, …) each; no row may depend on another."""
 Tokenize = Callable[[Sequence[str]], dict[str, Tensor]]
@@ -100,11 +107,19 @@ def write_cache(
     table = sample_table(dataset)
     keys = [sample_fingerprint(dataset, index) for index in range(len(dataset))]
     done = _on_first_rank(lambda: _claim(folder, settings, options.variants))
-    todo = _first_of_each(keys, done)
+    first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+    todo = sorted(index for key, index in first.items() if key not in done)
     probe = _first_readable(dataset)
     names = sorted(encode(_fill([], probe, 1)))
     padded = _encode_empty_prompt(folder, encode, probe, tokenizer)
-    sink = _ShardWriter(folder / SHARDS, keys, set(padded), options, writes)
+    sink = ShardWriter(
+        folder / SHARDS,
+        keys,
+        variants=options.variants,
+        padded=set(padded),
+        shard_bytes=options.shard_bytes,
+        writes=writes,
+    )
     by_bucket = _by_bucket(table, todo)
     need = _estimate(dataset, table, by_bucket, encode, sink)
     _on_first_rank(lambda: _check_space(folder, len(todo), need))
@@ -126,16 +141,6 @@ def write_cache(
     return CacheReport(encoded=len(todo) - len(bad), found=len(keys) - len(todo), report=report)
 
 
-def _first_of_each(keys: Sequence[str], done: Mapping[str, str]) -> list[int]:
-    """Samples to encode: those that aren't done, each fingerprint once."""
-    seen, todo = set(done), []
-    for index, key in enumerate(keys):
-        if key not in seen:
-            seen.add(key)
-            todo.append(index)
-    return todo
-
-
 def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str, str]:
     """Make the folder or check that it was made alike; which samples are done (fingerprint → shard)."""
     from safetensors import SafetensorError, safe_open
@@ -149,7 +154,7 @@ def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str
     elif folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder}: neither empty nor a cache")
     (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-    _replace(
+    replace_file(
         folder / SETTINGS, lambda path: path.write_text(json.dumps(wanted, indent=1, default=str), encoding="utf-8")
     )
     done: dict[str, str] = {}
@@ -178,7 +183,7 @@ def _encode_empty_prompt(
     texts = {name: value[0].cpu().contiguous() for name, value in empty.items() if not torch.equal(value, other[name])}
     if not texts:
         raise DataError("the encoders' output doesn't depend on the prompt, although there is a tokenizer")
-    _on_first_rank(lambda: _replace(folder / EMPTY, lambda path: save_file(texts, path)))
+    _on_first_rank(lambda: replace_file(folder / EMPTY, lambda path: save_file(texts, path)))
     return {name: len(value) for name, value in texts.items() if value.dim() > 1}
 
 
@@ -190,7 +195,7 @@ def _by_bucket(table: SampleTable, todo: Sequence[int]) -> list[list[int]]:
 
 
 def _estimate(
-    dataset: MapDataset, table: SampleTable, by_bucket: Sequence[Sequence[int]], encode: Encode, sink: _ShardWriter
+    dataset: MapDataset, table: SampleTable, by_bucket: Sequence[Sequence[int]], encode: Encode, sink: ShardWriter
 ) -> int:
     """Bytes that are still to be written, from one sample of every bucket."""
     need = 0
@@ -229,71 +234,6 @@ def _fill(loaded: Sequence[Loaded], probe: Mapping[str, Any], size: int) -> dict
     return collate(samples + samples[:1] * (size - len(samples)))
 
 
-class _ShardWriter:
-    """Collects encoded samples and writes them in shards.
-
-    Args:
-        folder: of the shards.
-        keys: fingerprint of every sample.
-        texts: names of the entries that end in zeros.
-        options: sizes.
-        writes: False only keeps count.
-    """
-
-    def __init__(self, folder: Path, keys: Sequence[str], texts: set[str], options: CacheOptions, writes: bool) -> None:
-        self.folder, self.keys, self.texts, self.writes = folder, keys, texts, writes
-        self.variants, self.shard_bytes = options.variants, options.shard_bytes
-        self.located: dict[str, str] = {}
-        """Fingerprint → shard, of what this rank wrote."""
-        self.bad: list[tuple[int, str, str]] = []
-        self._open: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
-        """Sample → variant → entries, while variants are missing."""
-        self._ready: dict[int, dict[int, dict[str, Tensor]]] = {}
-        self._bytes = 0
-
-    def add(self, places: Places, loaded: Sequence[Loaded], conditions: Mapping[str, Tensor]) -> None:
-        """Take the rows of a batch; those past ``places`` only filled it up."""
-        row = 0
-        for (index, key), item in zip(places, loaded, strict=True):
-            if item.sample is None:
-                self.bad.extend(item.bad)
-                continue
-            entries = self.trim({name: value[row] for name, value in conditions.items()})
-            row += 1
-            self._open[index][key % self.variants] = entries
-            self._bytes += sum(value.nbytes for value in entries.values())
-            if len(self._open[index]) == self.variants:
-                self._ready[index] = self._open.pop(index)
-        if self._bytes >= self.shard_bytes or len(self._ready) >= SHARD_SAMPLES:
-            self.flush()
-
-    def trim(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As they are stored: on the CPU, text without the zeros past its end."""
-        stored = {name: trim_rows(value) if name in self.texts else value for name, value in entries.items()}
-        return {name: value.detach().cpu().clone() for name, value in stored.items()}
-
-    def flush(self) -> None:
-        """Write what is complete as one shard."""
-        from safetensors.torch import save_file
-
-        complete = {self.keys[index]: variants for index, variants in self._ready.items()}
-        self._ready, self._bytes = {}, 0
-        if not complete or not self.writes:
-            return
-        name = f"{hashlib.blake2b(next(iter(complete)).encode(), digest_size=8).hexdigest()}.safetensors"
-        tensors = {
-            f"{key}/{variant}/{entry}": value
-            for key, variants in complete.items()
-            for variant, entries in variants.items()
-            for entry, value in entries.items()
-        }
-        _replace(
-            self.folder / name,
-            lambda path: save_file(tensors, path, metadata={"samples": json.dumps(list(complete))}),
-        )
-        self.located |= dict.fromkeys(complete, name)
-
-
 def _finish(
     folder: Path,
     keys: Sequence[str],
@@ -325,13 +265,6 @@ def _first_readable(dataset: MapDataset) -> Mapping[str, Any]:
         _, where, reason = loaded.bad[0]
         raise DataError(f"nothing can be read, {len(loaded.bad)} samples tried: {where}: {reason}")
     return loaded.sample
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and rename it there."""
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    partial.replace(path)
 
 
 def _on_first_rank(function: Callable[[], T]) -> T:
