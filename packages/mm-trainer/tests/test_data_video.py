@@ -218,6 +218,8 @@ def test_mixes_give_every_set_its_share(tmp_path: Path) -> None:
     captions = [weighted.load(i, 0)["caption"] for i in range(len(weighted))]
     assert len(captions) == 24
     assert sum(caption.startswith("few") for caption in captions) == 18
+    equal = MixedDataset([few, many], repeats=[1, 1], weights=[1.0, 1.0])
+    assert sum(equal.load(i, 0)["caption"].startswith("few") for i in range(len(equal))) == len(equal) / 2 == 6
     assert plain.bucket(0) == plain.bucket(9) == (5, 48, 64)
     assert plain.report.rows == 8
 
