@@ -1,10 +1,11 @@
 """One training step of a 36 M-parameter DiT: ours, diffusers', and the floor of the bare matrix products.
 
-    python step_time.py             time: median of 7 interleaved rounds
-    python step_time.py --memory    peak memory above the import base, each in a process of its own
+    python step_time.py [--rounds 7] [--compiled]    time: median of interleaved rounds, maybe with compiled blocks too
+    python step_time.py --memory                     peak memory above the import base, each in a process of its own
 
 Forward and backward, fp32, one sample, 512 text positions, equal weights and inputs. The floor makes the same matrix
-products and attentions, and nothing else.
+products and attentions, and nothing else. Times are CPU seconds of one thread, which other work on the machine disturbs
+less than the clock on the wall.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,6 @@ SHAPES: dict[str, Any] = {
     "num_layers": LAYERS,
 }
 GRIDS = {256: (4, 16, 16), 1024: (4, 32, 32)}
-ROUNDS = 7
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,9 +71,9 @@ def make_ours(reference: Any | None = None) -> WanPredictor:
 class Floor:
     """The matrix products and attentions of the blocks, forward and backward, and nothing between them.
 
-    Every product has inputs of its own, and the backward starts when the last forward is done: operands come from memory
-    as they do in a model, not from a cache that the product before has just filled. (Chained without the norms between
-    them, the numbers would fade into denormals, which are slow.)
+    Every product has inputs of its own, and the backward starts when the last forward is done: operands come from
+    memory as they do in a model, not from a cache that the product before has just filled. (Chained without the norms
+    between them, the numbers would fade into denormals, which are slow.)
     """
 
     def __init__(self, tokens: int) -> None:
@@ -124,8 +124,10 @@ def step_of(kind: str, tokens: int, recompute: bool, reference: Any | None = Non
         predict = lambda: model(latents, timestep, text, return_dict=False)[0]  # noqa: E731
     else:
         model = make_ours(reference)
-        if recompute:
-            for block in model.blocks:
+        for block in model.blocks:
+            if kind == "compiled":
+                block.forward = torch.compile(block.forward, fullgraph=True)
+            if recompute:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         predict = lambda: model(latents, timestep, text)  # noqa: E731
     model.train()
@@ -139,31 +141,39 @@ def run(model: nn.Module, loss_of: Callable[[], Tensor]) -> Tensor:
     return loss.detach()
 
 
-def measure_time() -> None:
+def measure_time(rounds: int, compiled: bool) -> None:
+    torch.set_num_threads(1)
     reference = make_reference()
-    print(f"{sum(p.numel() for p in reference.parameters()) / 1e6:.1f} M parameters, {torch.get_num_threads()} threads")
+    print(f"{sum(p.numel() for p in reference.parameters()) / 1e6:.1f} M parameters, {rounds} rounds")
     for tokens in GRIDS:
         for recompute in (False, True):
-            kinds = ("ours", "diffusers") if recompute else ("ours", "diffusers", "floor")
+            kinds = ["ours", "diffusers", *([] if recompute else ["floor"]), *(["compiled"] if compiled else [])]
             steps = {kind: step_of(kind, tokens, recompute, reference) for kind in kinds}
             losses = {kind: step().item() for kind, step in steps.items()}  # the first step warms up
             assert abs(losses["ours"] - losses["diffusers"]) < 1e-4 * losses["diffusers"]
-            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for _ in range(ROUNDS):
-                for kind, step in steps.items():
-                    gc.collect()
-                    start = time.perf_counter()
-                    step()
-                    seconds[kind].append(time.perf_counter() - start)
+            seconds = interleaved(steps, rounds)
             median = {kind: statistics.median(values) for kind, values in seconds.items()}
             ratios = {
                 kind: statistics.median(a / b for a, b in zip(seconds["ours"], seconds[kind], strict=True))
-                for kind in kinds
-                if kind != "ours"
+                for kind in kinds[1:]
             }
             shown = ", ".join(f"{kind} {value:.3f} s" for kind, value in median.items())
             against = ", ".join(f"{ratio:.3f} x {kind}" for kind, ratio in ratios.items())
-            print(f"{tokens:5d} tokens, recompute {'on ' if recompute else 'off'}: {shown}; ours is {against}")
+            print(
+                f"{tokens:5d} tokens, recompute {'on ' if recompute else 'off'}: {shown}; ours is {against}", flush=True
+            )
+
+
+def interleaved(steps: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of every step, round by round; who goes first changes from round to round."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    for index in range(rounds):
+        for kind, step in list(steps.items())[:: 1 - 2 * (index % 2)]:
+            gc.collect()
+            start = time.process_time()
+            step()
+            seconds[kind].append(time.process_time() - start)
+    return seconds
 
 
 def peak_megabytes() -> float:
@@ -203,6 +213,8 @@ def measure_memory() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--own-memory", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.own_memory:
@@ -211,4 +223,4 @@ if __name__ == "__main__":
     elif arguments.memory:
         measure_memory()
     else:
-        measure_time()
+        measure_time(arguments.rounds, arguments.compiled)

@@ -30,17 +30,23 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
+def ours_modulated(x: Tensor, *vectors: Tensor) -> Tensor:
+    return wan.modulated_norm(x, vectors[:2], vectors[2:], 1e-6)
+
+
+def plain_modulated(x: Tensor, shift: Tensor, shift_time: Tensor, scale: Tensor, scale_time: Tensor) -> Tensor:
+    return F.layer_norm(x, (D,), None, None, 1e-6) * (1 + scale + scale_time) + shift + shift_time
+
+
 def cases(dtype: torch.dtype, n: int) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]]:
     """name → (ours, the same with torch's operators in fp32, inputs)."""
     x, y = rand(B, S, D, dtype=dtype), rand(B, S, D, seed=1, dtype=dtype)
     vectors = [v for i in (2, 4) for v in (rand(D, seed=i, dtype=dtype), rand(B, n, D, seed=i + 1, dtype=dtype))]
+    first = [v if v.dim() == 1 else v[:1].detach().requires_grad_() for v in (x, *vectors)]
     cos, sin = angles(dtype)
     return {
-        "modulated_norm": (
-            lambda x, a, b, c, d: wan.modulated_norm(x, (a, b), (c, d), 1e-6),
-            lambda x, a, b, c, d: F.layer_norm(x, (D,), None, None, 1e-6) * (1 + c + d) + a + b,
-            [x, *vectors],
-        ),
+        "modulated_norm": (ours_modulated, plain_modulated, [x, *vectors]),
+        "modulated_norm of one sample": (ours_modulated, plain_modulated, first),
         "gated_add": (
             lambda x, y, a, b: wan.gated_add(x, y, (a, b)),
             lambda x, y, a, b: x + y * (a + b),

@@ -103,24 +103,43 @@ class _ModulatedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shift: Tensor, shift_time: Tensor, scale: Tensor, scale_time: Tensor, eps: float
     ) -> Tensor:
-        out, mean, rstd = torch.native_layer_norm(_wide(x), x.shape[-1:], None, None, eps)
+        factor, offset = scale_time + (1 + _wide(scale)), shift_time + _wide(shift)
+        wide, size = _wide(x), x.shape[-1:]
+        if factor.numel() == len(scale):  # the same for all tokens: torch's own affine form, in one pass
+            out, mean, rstd = torch.native_layer_norm(wide, size, factor.flatten(), offset.flatten(), eps)
+        else:
+            out, mean, rstd = torch.native_layer_norm(wide, size, None, None, eps)
+            out.mul_(factor).add_(offset)
         ctx.save_for_backward(x, mean, rstd, shift, scale, scale_time)
-        return out.mul_(scale_time + (1 + _wide(scale))).add_(shift_time + _wide(shift))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, shift, scale, scale_time = ctx.saved_tensors
-        wide = _wide(x)
-        weighted = (wide - mean).mul_(grad)
-        if scale_time.shape[1] == 1:
-            d_scale, d_shift = rstd.transpose(1, 2).bmm(weighted), grad.sum(1, keepdim=True)
+        factor = scale_time + (1 + _wide(scale))
+        if factor.numel() == len(scale):
+            d_x, d_scale, d_shift = _layer_norm_backward(grad, x, mean, rstd, factor.flatten())
+            d_scale, d_shift = d_scale.view_as(factor), d_shift.view_as(factor)
         else:
-            d_scale, d_shift = weighted.mul_(rstd), grad
-        d_normed = grad * (scale_time + (1 + _wide(scale)))
-        only_x = [True, False, False]
-        d_x = torch.ops.aten.native_layer_norm_backward(d_normed, wide, x.shape[-1:], mean, rstd, None, None, only_x)[0]
+            weighted = (_wide(x) - mean).mul_(grad)
+            if factor.shape[1] == 1:
+                d_scale, d_shift = rstd.transpose(1, 2).bmm(weighted), grad.sum(1, keepdim=True)
+            else:
+                d_scale, d_shift = weighted.mul_(rstd), grad
+            d_x = _layer_norm_backward(grad * factor, x, mean, rstd, None)[0]
         return d_x.to(x.dtype), _to_parameter(d_shift, shift), d_shift, _to_parameter(d_scale, scale), d_scale, None
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias; without a weight only the first is made."""
+    wanted = [True, weight is not None, weight is not None]
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
+        grad, _wide(x), x.shape[-1:], mean, rstd, weight, weight, wanted
+    )
+    return gradients
 
 
 class _GatedAdd(torch.autograd.Function):
@@ -159,7 +178,7 @@ class _RMSNorm(torch.autograd.Function):
         along = wide * grad
         d_weight = along.flatten(0, -2).t().mv(rstd.flatten())
         coefficient = along.matmul(scale).unsqueeze(-1).mul_(rstd.pow(3)).div_(x.shape[-1])
-        d_x = (_wide(grad) * scale).mul_(rstd).addcmul_(wide, coefficient, value=-1)
+        d_x = torch.mul(_wide(grad), scale, out=along).mul_(rstd).addcmul_(wide, coefficient, value=-1)
         return d_x.to(x.dtype), d_weight.to(weight.dtype), None
 
 
@@ -198,44 +217,49 @@ class _GeluLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        activated, d_x = _gelu_backward(grad.matmul(weight), x)
         rows = grad.flatten(0, -2)
-        activated, sigmoid = _gelu_and_sigmoid(x)
         d_weight = rows.t().mm(activated.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        if sigmoid is None:
-            return torch.ops.aten.gelu_backward(grad.matmul(weight), x, approximate="tanh"), d_weight, d_bias
-        return _gelu_slope_(x, activated, sigmoid).mul_(grad.matmul(weight)), d_weight, d_bias
+        return d_x, d_weight, d_bias
 
 
 # GELU's tanh approximation is x·sigmoid(2u) with 2u = A·x + B·x³. torch's kernel for it takes 8 ns per element on a
-# CPU, the steps below 4; accelerators have it in one pass, and below float32 the steps would each round.
+# CPU, the steps below 2, made on parts that stay in the cache: these are the widest tensors of a block. Accelerators
+# and compilers have it in one pass, and below float32 the steps would each round.
 _GELU_A = 2 * math.sqrt(2 / math.pi)
 _GELU_B = 0.044715 * _GELU_A
+_PART = 2**16
+"""Elements of a part."""
 
 
 def _in_steps(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    wide = x.dtype in (torch.float32, torch.float64)
+    return x.device.type == "cpu" and wide and x.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _gelu(x: Tensor) -> Tensor:
-    return _gelu_sigmoid(x).mul_(x) if _in_steps(x) else F.gelu(x, approximate="tanh")
-
-
-def _gelu_sigmoid(x: Tensor) -> Tensor:
-    return torch.addcmul(x.new_tensor(_GELU_A), x, x, value=_GELU_B).mul_(x).sigmoid_()
-
-
-def _gelu_and_sigmoid(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """GELU(x), and where it is made in steps the sigmoid in it."""
     if not _in_steps(x):
-        return F.gelu(x, approximate="tanh"), None
-    sigmoid = _gelu_sigmoid(x)
-    return x * sigmoid, sigmoid
+        return F.gelu(x, approximate="tanh")
+    out = torch.empty_like(x)
+    for part, into in zip(x.view(-1).split(_PART), out.view(-1).split(_PART), strict=True):
+        _gelu_sigmoid(part, into).mul_(part)
+    return out
 
 
-def _gelu_slope_(x: Tensor, activated: Tensor, sigmoid: Tensor) -> Tensor:
-    """GELU'(x) = s + x·s·(1 − s)·(A + 3B·x²) with s = sigmoid(2u), in the memory of ``sigmoid``; ``activated``, x·s, is
-    used up. These are the widest tensors of a block, so no third one is made."""
-    activated.addcmul_(activated, sigmoid, value=-1)
-    sigmoid.add_(activated, alpha=_GELU_A)
-    return sigmoid.add_(activated.mul_(x).mul_(x), alpha=3 * _GELU_B)
+def _gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU(x), and the gradient of x in the memory of ``grad``."""
+    if not _in_steps(x):
+        return F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    out = torch.empty_like(x)
+    for part, activated, d_x in zip(*(t.view(-1).split(_PART) for t in (x, out, grad)), strict=True):
+        # GELU'(x) = s + x·s·(1 − s)·(A + 3B·x²) with s = sigmoid(2u).
+        sigmoid = _gelu_sigmoid(part, torch.empty_like(part))
+        torch.mul(part, sigmoid, out=activated)
+        inner = torch.addcmul(part.new_tensor(_GELU_A), part, part, value=3 * _GELU_B)
+        d_x.mul_(sigmoid.addcmul_(inner, torch.addcmul(activated, activated, sigmoid, value=-1)))
+    return out, grad
+
+
+def _gelu_sigmoid(x: Tensor, out: Tensor) -> Tensor:
+    return torch.addcmul(x.new_tensor(_GELU_A), x, x, value=_GELU_B, out=out).mul_(x).sigmoid_()
