@@ -115,7 +115,11 @@ def _lock(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("%s: another process converts into it; waiting", folder)
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             log.warning("%s can't be locked (%s): several processes may convert at once", folder, error)
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,11 +160,13 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """The complete iteration with the highest number; None if there is no iteration. Waits for a pending save.
 
+        Called on all ranks, like every method: rank 0 decides.
+
         Raises:
             IncompleteCheckpointError: there are iterations, but none is complete.
         """
         self.wait()
-        return _discovery.newest_complete(self.folder)
+        return self._found_by_first(lambda: _discovery.newest_complete(self.folder))
 
     def resolve(self, load: str | Path) -> Path | None:
         """The iteration that ``load`` means.
@@ -175,8 +177,18 @@ class CheckpointManager:
         Raises:
             IncompleteCheckpointError: none or several complete ones; a damaged one is named with the newest that isn't.
         """
+        if str(load) == "auto":
+            return self.latest()
         self.wait()
-        return self.latest() if str(load) == "auto" else _discovery.resolve_iteration(Path(load))
+        return self._found_by_first(lambda: _discovery.resolve_iteration(Path(load)))
+
+    def _found_by_first(self, find: Callable[[], Path | None]) -> Path | None:
+        """Rank 0 looks and tells the others, whose view of a shared disk may lag: they wait until they see it too."""
+        ranks = self._peers()
+        path = ranks.together(lambda: find() if ranks.is_first else None)[0]
+        if path is not None:
+            ranks.together(lambda: _files.await_shared(path))
+        return path
 
     def load(self, path: str | Path, state: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of ``state`` in place from a complete iteration, and return its plain values.

@@ -78,6 +78,6 @@ def find_damage(folder: Path, *, checksums: bool = False, on_bytes: Any = None) 
             found.append(f"{file}: missing")
         elif file.stat().st_size != expected.size:
             found.append(f"{file}: {file.stat().st_size:,} bytes, {expected.size:,} were written")
-        elif checksums and expected.crc32 is not None and checksum_file(file, on_bytes).crc32 != expected.crc32:
+        elif checksums and expected.checksum and checksum_file(file, on_bytes).checksum != expected.checksum:
             found.append(f"{file}: its bytes have changed since they were written (checksum)")
     return found

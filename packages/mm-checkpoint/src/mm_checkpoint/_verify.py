@@ -9,7 +9,7 @@ from pathlib import Path
 from mm_checkpoint import _discovery
 from mm_checkpoint._dcp_metadata import METADATA_NAME
 from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._files import read_json, safe_join
+from mm_checkpoint._files import CHECKSUM, read_json, safe_join
 from mm_checkpoint._manifest import MANIFEST_NAME, find_damage, read_manifest
 from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.sources import find_source
@@ -71,7 +71,7 @@ def _has_weights(folder: Path) -> bool:
 def _verify_manifest(result: Verification, path: Path, on_bytes: Callable[[int], None] | None) -> None:
     try:
         damage = find_damage(path, checksums=True, on_bytes=on_bytes)
-        unhashed = [name for name, value in read_manifest(path)["files"].items() if value.get("crc32") is None]
+        unhashed = [name for name, value in read_manifest(path)["files"].items() if value.get(CHECKSUM) is None]
     except BadInputError as error:
         damage, unhashed = [str(error)], []
     result.problems += damage
