@@ -284,6 +284,32 @@ def test_async_save_brings_its_own_group(run_ranks: Any, tmp_path: Path) -> None
     assert run_ranks(open_device_only_group, 2, str(tmp_path)) == [True, True]
 
 
+def resume_with_a_lag(rank: int, world_size: int, folder: str) -> str:
+    """Rank 1's view of the shared disk shows the new folder two seconds late."""
+    from unittest.mock import patch
+
+    CheckpointManager(folder).save(1, {"train": {"step": 1}})
+    hidden_until = time.monotonic() + (2.0 if rank == 1 else 0.0)
+    stat = Path.stat
+
+    def late_stat(self: Path, **options: Any) -> Any:
+        if time.monotonic() < hidden_until and str(self).startswith(folder):
+            raise FileNotFoundError(2, "not seen yet", str(self))
+        return stat(self, **options)
+
+    with patch.object(Path, "stat", late_stat):
+        manager = CheckpointManager(folder)
+        found = manager.resolve("auto")
+        assert found is not None
+        assert manager.load(found, {"train": None})["train"] == {"step": 1}
+    return found.name
+
+
+def test_rank_0_decides_which_checkpoint_is_resumed(run_ranks: Any, tmp_path: Path) -> None:
+    """B103. Were each rank to look by itself, the late one would start afresh, and the collectives get out of step."""
+    assert run_ranks(resume_with_a_lag, 2, str(tmp_path), timeout=60) == ["iter_0000001"] * 2
+
+
 def peak_of_load(rank: int, world_size: int, source: str) -> tuple[int, int]:
     from torch.distributed.fsdp import fully_shard
 
