@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 # Streams hold at most this many bytes of a tensor at a time (per worker).
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
