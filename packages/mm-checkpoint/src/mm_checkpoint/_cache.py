@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mm_checkpoint.sources import WeightSource, find_source
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 5.0
 _EDGE = 1 << 20
 _CONVERSION = "1"  # raise it when the same source would be converted into something else
 
@@ -81,11 +83,18 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
     partial.mkdir()
     tensors = source.open()
     try:
-        _files.check_free_space(partial, sum(info.nbytes for info in tensors.tensors.values()))
+        total = sum(info.nbytes for info in tensors.tensors.values())
+        _files.check_free_space(partial, total)
         extra = {"step": 0, "converted_from": source.format, "source": str(source.path), "source_fingerprint": wanted}
         dtypes = target_dtypes(tensors, None)
         write_dcp_folder(
-            partial, tensors, dtypes=dtypes, workers=1, companions=copy_companions(source, partial), extra=extra
+            partial,
+            tensors,
+            dtypes=dtypes,
+            workers=1,
+            companions=copy_companions(source, partial),
+            extra=extra,
+            on_bytes=_ProgressLog(source.path, total),
         )
         if folder.exists():
             stale = _files.partial_path(folder)
@@ -98,6 +107,19 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
     finally:
         tensors.close()
     _files.replace_text(folder.parent / TRACKER_NAME, "0\n")
+
+
+class _ProgressLog:
+    """Called with the bytes that were written; says every few seconds how far a conversion has come."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._total, self._done, self._told = path, total, 0, time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if time.monotonic() - self._told >= PROGRESS_EVERY_S:
+            self._told = time.monotonic()
+            log.info("converting %s: %.1f of %.1f GB", self._path, self._done / 1e9, self._total / 1e9)
 
 
 def _check_replaceable(folder: Path) -> None:
