@@ -227,7 +227,8 @@ def _batches(loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mes
     pipeline: Any = built.model.pipeline
 
     def prepare(batch: Batch) -> Any:
-        return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
+        with pipeline.phase("conditions"):
+            return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
 
     group = mesh.context_parallel().group
     return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs, context_group=group))

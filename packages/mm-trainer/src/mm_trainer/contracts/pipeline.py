@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,6 +71,8 @@ class GenerativePipeline(ABC):
 
     cross_submodel_prefetch = False
     """``parallel.fsdp_plan.cross_submodel_prefetch``; set by the framework."""
+    phase: Callable[[str], AbstractContextManager[None]] = staticmethod(lambda name: nullcontext())
+    """Times a named part of a step; set by the engine."""
     _inside_forward = False
 
     @classmethod
@@ -107,7 +110,8 @@ class GenerativePipeline(ABC):
         if conditions is None:
             self._inside_forward = True
             try:
-                conditions = self.prepare_conditions(container, batch)
+                with self.phase("conditions"):
+                    conditions = self.prepare_conditions(container, batch)
             finally:
                 self._inside_forward = False
         inputs = self.noising(container, conditions, batch)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,10 +136,16 @@ class TrainEngine:
     def run_steps(self) -> None:
         """The loop itself, up to the last step or a stop request; `train` is what surrounds it."""
         window = LogWindow(self.mesh, alternating=self.services.stepping.alternates)
+        timer = window.timer
+        if (pipeline := getattr(self.model, "pipeline", None)) is not None:
+            pipeline.phase = timer.phase
+        first = self.progress.step + 1
         while self.progress.step < self.total_steps:
             step = self.progress.step + 1
             self.services.profiles.before(step)
-            with watchdog(self.config.step_timeout_s or 0):
+            # The first step makes what later ones find (FSDP2's buffers, optimizer state), the second is like them all.
+            counted = window.traffic_counted() if step == first + 1 else nullcontext()
+            with watchdog(self.config.step_timeout_s or 0), counted:
                 lr = self.train_step(window)
             self.services.profiles.after(step)
             request = self.services.requests.poll()
@@ -149,8 +156,10 @@ class TrainEngine:
             if step % self.config.gc_interval == 0:
                 gc.collect()
             if last or (self.config.val_interval and step % self.config.val_interval == 0):
-                self._validate()
-            self._save_if_due(request, last=last)
+                with timer.phase("validation"):
+                    self._validate()
+            with timer.phase("save"):
+                self._save_if_due(request, last=last)
             if request.stop and not last:
                 log.info("asked to stop: ended after step %d of %d", step, self.total_steps)
                 return
@@ -179,7 +188,7 @@ class TrainEngine:
     def _micro_step(self, window: LogWindow, *, is_last: bool) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the step's loss (0-dim)."""
         timer = window.timer
-        with timer.phase("data", host=True):
+        with timer.phase("data"):
             batch = next(self.batches)
         set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
         with timer.phase("forward"):

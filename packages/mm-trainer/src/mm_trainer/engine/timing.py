@@ -1,4 +1,12 @@
-"""Where a step's time goes, without making the host wait for the device."""
+"""Where a step's time goes, without making the host wait for the device.
+
+[Note: step time] Every moment between two log lines belongs to one phase at most, so the phases and the rest add up to
+the wall time. On an accelerator the moments are events on the current stream, read when the window is closed (the host
+waits for the device then anyway, to log the loss). A phase is so charged for what it costs the *stream*: data that are
+there before the device is cost nothing, however long the host took to fetch them. On the CPU, moments are read off the
+clock. Collectives of the model (FSDP2, context parallelism) count in the phase that issues them: a rank that is late
+shows in the others' forward or backward first.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +14,68 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
+Moment = float | torch.Event
+
 
 class PhaseTimer:
-    """Adds up the time of named phases over a window of steps.
+    """Adds up the time of named phases over a window of steps; see [Note: step time].
 
-    On an accelerator a phase is timed by two events on the current stream, read when the window is closed (by then the
-    host waits for the device anyway, to log the loss); on the CPU by the clock. Waiting for data is always host time.
+    Phases nest, and an inner one isn't counted in the outer.
 
     Args:
         device: where the model runs.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type != "cpu"
         self._device = device
-        self._started = time.perf_counter()
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.Event, torch.Event]] = []
+        self._phases: list[str | None] = [None]
+        self._moments: list[tuple[str | None, Moment]] = []  # which phase ends there, and when
+        self._mark()
 
     @contextmanager
-    def phase(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Time a block; ``host``: by the clock also on an accelerator."""
-        if self._on_device and not host:
-            begin, end = (torch.Event(self._device.type, enable_timing=True) for _ in range(2))
-            begin.record()
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge a block to ``name``."""
+        self._mark()
+        self._phases.append(name)
+        try:
             yield
-            end.record()
-            self._events.append((name, begin, end))
-            return
-        started = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - started
+        finally:
+            self._mark()
+            self._phases.pop()
+
+    def _mark(self) -> None:
+        moment: Moment = time.perf_counter()
+        if self._device.type != "cpu":
+            moment = torch.Event(self._device.type, enable_timing=True)
+            moment.record()
+        self._moments.append((self._phases[-1], moment))
 
     def close(self) -> tuple[float, dict[str, float]]:
         """End the window and begin the next.
 
         Returns:
-            wall seconds of the window, and seconds per phase.
+            wall seconds of the window, and seconds per phase; what is missing there was in no phase.
         """
-        if self._events:
-            self._events[-1][2].synchronize()
-            for name, begin, end in self._events:
-                self._seconds[name] += begin.elapsed_time(end) / 1e3
-        now = time.perf_counter()
-        wall, seconds = now - self._started, dict(self._seconds)
-        self._started, self._seconds, self._events = now, defaultdict(float), []
-        return wall, seconds
+        self._mark()
+        first, last = self._moments[0][1], self._moments[-1][1]
+        if isinstance(last, torch.Event):
+            last.synchronize()
+        seconds: dict[str, float] = defaultdict(float)
+        for (_, begin), (name, end) in pairwise(self._moments):
+            if name is not None:
+                seconds[name] += _elapsed(begin, end)
+        self._moments = self._moments[-1:]
+        return _elapsed(first, last), dict(seconds)
+
+
+def _elapsed(begin: Moment, end: Moment) -> float:
+    """Seconds between two moments of one kind."""
+    if isinstance(begin, torch.Event):
+        assert isinstance(end, torch.Event)
+        return float(begin.elapsed_time(end)) / 1e3
+    assert isinstance(end, float)
+    return end - begin

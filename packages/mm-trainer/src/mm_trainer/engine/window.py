@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_parallel import ParallelMesh
+from mm_parallel import ParallelMesh, count_communication
 from mm_trainer.contracts.pipeline import ModelOutput
+from mm_trainer.engine.peaks import peak_tflops
 from mm_trainer.engine.timing import PhaseTimer
 
 SIGMA_BUCKETS = 5
@@ -30,6 +33,7 @@ class LogWindow:
     def __init__(self, mesh: ParallelMesh, *, alternating: bool = False) -> None:
         self._mesh, self._alternating = mesh, alternating
         self.timer = PhaseTimer(mesh.device)
+        self._sent: int | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -59,6 +63,19 @@ class LogWindow:
         """
         self._steps.append(_Step("+".join(trained), loss, grad_norm))
 
+    @contextmanager
+    def traffic_counted(self) -> Iterator[None]:
+        """Count what this rank sends inside, an optimizer step; the figure stands in every window from then on.
+
+        Counting passes every operator through Python, which isn't for every step.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            yield
+            return
+        with count_communication(self._mesh) as counted:
+            yield
+        self._sent = counted.total().bytes
+
     def close(self, lr: float) -> dict[str, float]:
         """The window's figures as plain numbers, equal on all ranks; begins the next window. Called on all ranks."""
         losses = torch.stack([step.loss for step in self._steps])
@@ -79,8 +96,14 @@ class LogWindow:
             figures["tokens_per_s"] = self._tokens * self._mesh.data_size / wall
         if self._flops:
             # A backward costs twice a forward; what is recomputed isn't counted. This rank's share of its group's work.
-            figures["tflops_per_rank"] = 3 * self._flops / self._mesh.context_size / wall / 1e12
+            tflops = 3 * self._flops / self._mesh.context_size / wall / 1e12
+            figures["tflops_per_rank"] = tflops
+            if (peak := peak_tflops(self._mesh.device)) is not None:
+                figures["mfu"] = tflops / peak
         figures |= {f"{name}_time_s": seconds / steps for name, seconds in phases.items()}
+        figures["waiting_time_s"] = max(0.0, wall - sum(phases.values())) / steps
+        if self._sent is not None:
+            figures["sent_gib_per_step"] = self._sent / 2**30
         if self._alternating:
             for name in sorted({step.trained for step in self._steps}):
                 chosen = [i for i, step in enumerate(self._steps) if step.trained == name]
@@ -109,11 +132,12 @@ class _Step:
 
 
 def memory_figures() -> dict[str, float]:
-    """Memory of this rank, in GiB: of the device now and at its peak, or of the host process."""
+    """Memory of this rank now and at its peak, in GiB: of the device, or of the host process."""
     if torch.accelerator.is_available():
         return {
             "memory_gib": torch.accelerator.memory_allocated() / 2**30,
             "memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
         }
-    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])  # pages of 4 KiB
-    return {"memory_gib": resident * 4096 / 2**30}
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, and updated a little late
+    return {"memory_gib": resident / 2**30, "memory_peak_gib": max(resident, peak) / 2**30}
