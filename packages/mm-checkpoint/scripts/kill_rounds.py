@@ -125,6 +125,8 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._read)
+            # torch replaces its thread pool after a fork, unguarded: here, before two threads of a save do so at once.
+            torch.set_num_threads(1)
             try:
                 work(*args, lambda number: os.write(write, f"{number}\n".encode()), **kwargs)
                 status = 0
