@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.sinks import open_sinks
 from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.engine.stepping import Stepping
+from mm_trainer.engine.window import memory_figures
 from mm_trainer.environment_report import environment_report
 from mm_trainer.hub import BuiltModel, build_model
 
@@ -285,11 +285,8 @@ def process_group(environment: RankEnvironment | None, device_type: str, *, time
 
 def describe_memory_peak() -> str:
     """This rank's largest use of memory so far, in words."""
-    device = torch.accelerator.current_accelerator()
-    if device is not None:
-        return f"device memory peak {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB"
-    # Linux counts in KiB.
-    return f"host memory peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    where = "device" if torch.accelerator.is_available() else "host"
+    return f"{where} memory peak {memory_figures()['memory_peak_gib']:.2f} GiB"
 
 
 def print_summary(built: BuiltModel) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from mm_trainer.engine.shards import local
 
 
 class WeightAverage:
@@ -36,8 +37,8 @@ class WeightAverage:
         names = list(self._parameters)
         if sub_models is not None and "" not in sub_models:
             names = [name for name in names if name.split(".", 1)[0] in sub_models]
-        averages = [_local(self.average[name]) for name in names]
-        weights = [_local(self._parameters[name]).float() for name in names]
+        averages = [local(self.average[name]) for name in names]
+        weights = [local(self._parameters[name]).float() for name in names]
         if skipped is None:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
             return
@@ -49,12 +50,8 @@ class WeightAverage:
     def restart(self) -> None:
         """Begin anew from the current weights."""
         for name, parameter in self._parameters.items():
-            _local(self.average[name]).copy_(_local(parameter))
+            local(self.average[name]).copy_(local(parameter))
 
     def state(self) -> dict[str, Tensor]:
         """Full name → average, to be saved, or filled in place by a load."""
         return self.average
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mm_trainer.config.training import MemoryProfileConfig, ProfileConfig, WindowConfig
 from mm_trainer.engine.optim import NamedOptimizer
+from mm_trainer.engine.shards import local
 
 log = logging.getLogger(__name__)
 
@@ -98,5 +98,4 @@ def held_bytes(
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+    return local(tensor).nbytes
