@@ -12,6 +12,7 @@ price of a fork. A rank that dies or hangs is killed and named; it can't reach t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -135,12 +136,15 @@ def _run(job: Job) -> list[tuple[bool, Any]]:
         store = os.path.join(folder, "store")
         ranks = []
         for rank in range(job.world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(job, rank, store, theirs))
             process.start()
             theirs.close()
             ranks.append((process, ours))
         outcomes = _collect(ranks, job.timeout)
+        for _, ours in ranks:
+            with contextlib.suppress(OSError):  # a rank that failed is gone
+                ours.send("leave")
         for process, ours in ranks:
             if process.is_alive():
                 process.join(timeout=5)
@@ -197,9 +201,11 @@ def _rank_main(job: Job, rank: int, store: str, connection: Connection) -> None:
     except BaseException:  # noqa: BLE001 - reported to the test, whatever it is
         outcome = (False, traceback.format_exc())
     connection.send(outcome)
-    connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    if outcome[0]:
+        # A peer may still be connecting to this rank for a group made last: leaving now would fail it.
+        connection.poll(job.timeout)
     # Skip interpreter shutdown: a forked rank owns none of the zygote's atexit work, and gloo threads may linger.
     os._exit(0 if outcome[0] else 1)
 
