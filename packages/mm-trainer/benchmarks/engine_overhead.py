@@ -1,14 +1,13 @@
 """What the engine costs around a step: engine over bare loop, and asynchronous checkpoints over none.
 
-    torchrun --nproc-per-node 2 packages/mm-trainer/benchmarks/engine_overhead.py
+    torchrun --standalone --nproc-per-node 2 packages/mm-trainer/benchmarks/engine_overhead.py
 
 A transformer of 36 M parameters (dim 512, 8 layers, 8 heads, feed-forward 2048), 1,024 tokens, float32, FSDP2 by
-blocks. Three loops over the same model and batches, interleaved round by round in one process group: the bare forward,
-backward, clip and optimizer step; the engine with logging every step; the engine that also saves every 10 steps in the
-background. Each round runs every loop once, in an order that turns, and its ratios compare neighbours in time; what is
-printed is the median over the rounds, of wall time and of this process's CPU time (all threads), which other load on
-the machine disturbs less. With ranks that wait for each other, CPU time leaves out what the waiting costs: where the
-two ratios differ, look at both.
+blocks, all loops over the same model and batches in one process group. First single steps in pairs: the bare forward,
+backward, clip and optimizer step, and the engine with logging on; then pairs of ten steps: the engine without saving,
+and saving once, in the background. Who goes first turns from pair to pair, so every ratio compares neighbours in time.
+Printed are medians, of wall time and of this process's CPU time (all threads), which other load on the machine
+disturbs less. With ranks that wait for each other, CPU time leaves out what the waiting costs: look at both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.hub import BuiltModel
 
 DIM, LAYERS, HEADS, FFN, TOKENS = 512, 8, 8, 2048, 1024
-BARE, ENGINE, SAVING = "bare loop", "engine", "engine, saving every 10 steps"
+SAVE_INTERVAL = 10
 
 
 class Block(nn.Module):
@@ -83,10 +84,15 @@ class Model(BaseModel):
         return ModelOutput((self.head(y) - x).square().mean())
 
 
-def batches() -> Iterator[dict[str, Any]]:
+class Enough(Exception):
+    """Ends a loop between two steps: at its last step the engine would save."""
+
+
+def batches(count: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
-    while True:
+    for _ in range(count):
         yield {"x": x, "sample_key": torch.tensor([0])}
+    raise Enough
 
 
 def make_engine(model: Model, mesh: ParallelMesh, folder: Path, *, save_interval: int) -> TrainEngine:
@@ -101,7 +107,7 @@ def make_engine(model: Model, mesh: ParallelMesh, folder: Path, *, save_interval
         mesh=mesh,
         config=training,
         learning_rate=LearningRate(1e-5, 0.0, "constant", 0, 10**6),
-        batches=batches(),
+        batches=batches(0),
         services=Services(
             data_state=dict,
             checkpoints=CheckpointIO(manager, built, optimizers, resolved_config="") if save_interval else None,
@@ -121,21 +127,22 @@ def _no_source() -> Any:
     return WeightSourceConfig()
 
 
-def bare(model: Model, steps: int, optimizer: torch.optim.Optimizer, source: Iterator[dict[str, Any]]) -> None:
-    for _ in range(steps):
-        model(**next(source)).loss.backward()
+def run_bare(model: Model, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for batch in islice(batches(steps), steps):
+        model(**batch).loss.backward()
         clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 def run_engine(engine: TrainEngine, steps: int) -> None:
-    engine.total_steps = engine.progress.step + steps
-    engine.run_steps()
+    engine.batches = batches(steps)
+    with suppress(Enough):
+        engine.run_steps()
 
 
 def timed(work: Callable[[], None], steps: int) -> tuple[float, float]:
-    """Wall and CPU seconds per step of rank 0; a background save that is under way belongs to its loop."""
+    """Wall and CPU seconds per step of rank 0."""
     dist.barrier()
     started, busy = time.perf_counter(), time.process_time()
     work()
@@ -143,24 +150,29 @@ def timed(work: Callable[[], None], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - started) / steps, (time.process_time() - busy) / steps
 
 
-def report(rounds: list[dict[str, tuple[float, float]]]) -> None:
-    """Medians, and medians of the ratios inside each round."""
-    print(f"  {'':32}{'wall':>9}{'CPU':>9}")
-    for name in rounds[0]:
-        wall, busy = (statistics.median(part[name][i] for part in rounds) for i in (0, 1))
-        print(f"  {name:32}{wall:9.3f}{busy:9.3f}  s/step")
-    for label, above, below, aim in (
-        ("engine / bare loop", ENGINE, BARE, 1.02),
-        ("saving / engine", SAVING, ENGINE, 1.05),
-    ):
-        wall, busy = (statistics.median(part[above][i] / part[below][i] for part in rounds) for i in (0, 1))
-        print(f"  {label:32}{wall:9.3f}{busy:9.3f}  aim: {aim}")
+def compare(loops: Mapping[str, Callable[[], None]], *, pairs: int, steps: int, aim: float) -> None:
+    """Print what a step of either loop takes, and the ratio of the second to the first."""
+    names = list(loops)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for work in loops.values():
+        work()  # the first steps build states
+    for number in range(pairs):
+        for name in names[:: 1 - 2 * (number % 2)]:
+            taken[name].append(timed(loops[name], steps))
+    if dist.get_rank() > 0:
+        return
+    print(f"  {pairs} pairs of {steps} steps{'':20}{'wall':>9}{'CPU':>9}")
+    for name in names:
+        wall, busy = (statistics.median(part[i] for part in taken[name]) for i in (0, 1))
+        print(f"  {name:36}{wall:9.3f}{busy:9.3f}  s/step")
+    first, second = (taken[name] for name in names)
+    wall, busy = (statistics.median(b[i] / a[i] for a, b in zip(first, second, strict=True)) for i in (0, 1))
+    print(f"  {'the second over the first':36}{wall:9.3f}{busy:9.3f}  aim: {aim}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=40, help="of single steps; a sixth as many of ten steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -175,24 +187,26 @@ def main() -> None:
     parallelize(model, mesh=mesh, plan=plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     plain = make_engine(model, mesh, folder / "plain", save_interval=0)
-    saving = make_engine(model, mesh, folder / "saving", save_interval=10)
-    source, steps = batches(), arguments.steps
-    loops: dict[str, Callable[[], None]] = {
-        BARE: lambda: bare(model, steps, optimizer, source),
-        ENGINE: lambda: run_engine(plain, steps),
-        SAVING: lambda: run_engine(saving, steps),
-    }
-    for work in loops.values():
-        work()  # first steps build states and compile nothing anew later
-    rounds: list[dict[str, tuple[float, float]]] = []
-    names = list(loops)
-    for number in range(arguments.rounds):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        rounds.append({name: timed(loops[name], steps) for name in order})
+    saving = make_engine(model, mesh, folder / "saving", save_interval=SAVE_INTERVAL)
+    saving.progress.step = SAVE_INTERVAL - 1  # ten steps then save after the first, and the other nine hide the writing
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for p in model.parameters())
-        print(f"{parameters / 1e6:.1f} M parameters, {TOKENS} tokens, {dist.get_world_size()} ranks")
-        report(rounds)
+        print(f"{parameters / 1e6:.1f} M parameters, {TOKENS} tokens, {dist.get_world_size()} ranks", flush=True)
+    compare(
+        {"bare loop": lambda: run_bare(model, optimizer, 1), "engine": lambda: run_engine(plain, 1)},
+        pairs=arguments.pairs,
+        steps=1,
+        aim=1.02,
+    )
+    compare(
+        {
+            "engine": lambda: run_engine(plain, SAVE_INTERVAL),
+            "engine, saving every 10 steps": lambda: run_engine(saving, SAVE_INTERVAL),
+        },
+        pairs=max(1, arguments.pairs // 6),
+        steps=SAVE_INTERVAL,
+        aim=1.05,
+    )
     saving.services.checkpoints.close()
     dist.barrier()
     dist.destroy_process_group()
