@@ -69,7 +69,7 @@ def make_ours(reference: Any | None = None) -> WanPredictor:
 
 
 class Floor:
-    """The matrix products and attentions of the blocks, forward and backward, and nothing between them.
+    """The matrix products and attentions of the model, forward and backward, and nothing between them.
 
     Every product has inputs of its own, and the backward starts when the last forward is done: operands come from
     memory as they do in a model, not from a cache that the product before has just filled. (Chained without the norms
@@ -78,32 +78,40 @@ class Floor:
 
     def __init__(self, tokens: int) -> None:
         self.products: list[tuple[Callable[..., Tensor], list[Tensor], Tensor]] = []
+        patch = 16 * 2 * 2
+        self._linear(tokens, patch, DIM, is_input=True)
+        self._linear(TEXT, DIM, DIM, is_input=True)
+        self._linear(TEXT, DIM, DIM)
+        self._linear(1, 256, DIM, is_input=True)  # the time embedding
+        self._linear(1, DIM, DIM)
+        self._linear(1, DIM, 6 * DIM)
         for _ in range(LAYERS):
             for length in 6 * [tokens] + 2 * [TEXT]:  # q, k, v, o of both attentions; two read the text
                 self._linear(length, DIM, DIM)
             self._linear(tokens, DIM, FFN)
             self._linear(tokens, FFN, DIM)
             for keys in (tokens, TEXT):
-                q, k, v = (torch.randn(1, n, HEADS, DIM // HEADS).transpose(1, 2) for n in (tokens, keys, keys))
-                self.products.append(
-                    (
-                        F.scaled_dot_product_attention,
-                        [q, k, v],
-                        torch.randn(1, tokens, HEADS, DIM // HEADS).transpose(1, 2),
-                    )
-                )
+                self._attention(tokens, keys)
+        self._linear(tokens, DIM, patch)
 
-    def _linear(self, tokens: int, inputs: int, outputs: int) -> None:
-        self.products.append(
-            (nn.Linear(inputs, outputs), [torch.randn(1, tokens, inputs)], torch.randn(1, tokens, outputs))
+    def _linear(self, rows: int, inputs: int, outputs: int, *, is_input: bool = False) -> None:
+        """``is_input``: what it reads needs no gradient."""
+        x = torch.randn(1, rows, inputs).requires_grad_(not is_input)
+        self.products.append((nn.Linear(inputs, outputs), [x], torch.randn(1, rows, outputs)))
+
+    def _attention(self, tokens: int, keys: int) -> None:
+        q, k, v, gradient = (
+            torch.randn(1, n, HEADS, DIM // HEADS).transpose(1, 2) for n in (tokens, keys, keys, tokens)
         )
+        operands = [x.requires_grad_() for x in (q, k, v)]
+        self.products.append((F.scaled_dot_product_attention, operands, gradient))
 
     def __call__(self) -> Tensor:
         done = []
         for product, operands, gradient in self.products:
             if isinstance(product, nn.Linear):
                 product.zero_grad(set_to_none=True)
-            done.append((product(*(x.detach().requires_grad_() for x in operands)), gradient))
+            done.append((product(*(x.detach().requires_grad_(x.requires_grad) for x in operands)), gradient))
         while done:
             output, gradient = done.pop()
             output.backward(gradient)

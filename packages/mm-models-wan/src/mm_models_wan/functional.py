@@ -152,12 +152,13 @@ class _GatedAdd(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, gate, gate_time = ctx.saved_tensors
-        wide = _wide(grad)
-        d_gate = wide * y
+        wide, factor = _wide(grad), gate_time + _wide(gate)
+        product = wide * y
         if gate_time.shape[1] == 1:
-            d_gate = d_gate.sum(1, keepdim=True)
-        d_y = (wide * (gate_time + _wide(gate))).to(y.dtype)
-        return grad, d_y, _to_parameter(d_gate, gate), d_gate
+            d_gate, d_y = product.sum(1, keepdim=True), torch.mul(wide, factor, out=product)
+        else:
+            d_gate, d_y = product, wide * factor
+        return grad, d_y.to(y.dtype), _to_parameter(d_gate, gate), d_gate
 
 
 class _RMSNorm(torch.autograd.Function):
