@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.cache import CachedDataset
+from mm_trainer.data.cache import UNKNOWN, CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
+from mm_trainer.data.fingerprints import weights_digest
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.video import VideoDataset
@@ -102,6 +103,19 @@ def test_what_changed_is_noticed_and_not_used(tmp_path: Path) -> None:
     assert len(CachedDataset(tmp_path / "cache", dataset=open_clips(tmp_path))) == 7
 
 
+def test_weights_that_changed_between_head_and_tail_are_others(tmp_path: Path) -> None:
+    """What a merge into some layers looks like."""
+    path = tmp_path / "weights"
+    for size in (1 << 20, 32 << 20):
+        path.write_bytes(bytes(size))
+        before = weights_digest(path)
+        assert weights_digest(path) == before
+        with path.open("r+b") as file:
+            file.seek(size // 3)
+            file.write(b"1" * (1 << 16))
+        assert weights_digest(path) != before
+
+
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     data = clips(tmp_path, 3)
     write(tmp_path / "cache", data)
@@ -112,7 +126,10 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         CachedDataset(tmp_path / "cache", settings=other)
     with pytest.raises(DataError, match="stale"):
         write(tmp_path / "cache", data, settings=other)
-    CachedDataset(tmp_path / "cache", settings={"data": {"fps": 16}, "encoders": {"ae": None}})
+    for absent in ({"data": {"fps": 16}, "encoders": {"ae": None}}, {"data": {"fps": 16}}):
+        with pytest.raises(DataError, match=r"stale.*: encoders\.ae: 'abc' there, (None|not stated) here"):
+            CachedDataset(tmp_path / "cache", settings=absent)
+    CachedDataset(tmp_path / "cache", settings={"data": {"fps": 16}, "encoders": {"ae": UNKNOWN}})
     with pytest.raises(DataError, match="1 variants per sample, not 2"):
         write(tmp_path / "cache", data, options=CacheOptions(variants=2))
     with pytest.raises(DataError, match="neither empty nor a cache"):

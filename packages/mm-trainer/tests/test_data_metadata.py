@@ -65,6 +65,19 @@ def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     assert str(contents(read_table(tmp_path / "m.parquet"))) == str(contents(read_table(jsonl)))
 
 
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "m.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 500), path)
+    content = bytearray(path.read_bytes())
+    content[8:200] = bytes(192)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"m\.parquet: can't be read as Parquet"):
+        read_table(path)
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"mm-trainer\[parquet\]"):
@@ -85,12 +98,13 @@ def test_several_captions_and_rows_with_other_keys(tmp_path: Path) -> None:
 
 def test_list_of_annotation_files(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    write(tmp_path / "one.json", json.dumps([{"path": "a.mp4", "cap": "x", "mask": "m.png"}]))
+    write(tmp_path / "one.json", json.dumps([{"path": "a.mp4", "cap": "x", "mask": "m.png", "source": "/abs/s.mp4"}]))
     write(tmp_path / "two.json", json.dumps([{"path": "b.mp4", "cap": "y", "fps": 8}]))
     table = read_table(write(tmp_path / "data.txt", "one,one.json\n\nelse/where,two.json\n"))
     assert [table.media(0), table.media(1)] == [f"{tmp_path}/one/a.mp4", f"{tmp_path}/else/where/b.mp4"]
     assert table.paths("mask", 0) == [f"{tmp_path}/one/m.png"]
     assert table.paths("mask", 1) == []
+    assert table.paths("source", 0) == ["/abs/s.mp4"]
     assert str(table.number("fps", 0)) == "nan"
     assert table.where(1) == f"{tmp_path}/two.json:1: path"
 
@@ -131,6 +145,13 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
         ("m.json", '[\n{"video": "a", "prompt": "b"},\n3]', r"m\.json:3: expected an object, got 3"),
         ("m.json", '[{"video": "a", "prompt": "b"},\n{"video" "a"}]', r"m\.json:2: not JSON"),
         ("m.json", '{"a": 1}', r"m\.json:1: expected a list of objects"),
+        (
+            "m.json",
+            '[{"video": "a", "prompt": "b"}]\n[{"video": "c", "prompt": "d"}]',
+            r"m\.json:2: the list has",
+        ),
+        ("m.jsonl", json.dumps(["a" * 99] * 99), r"m\.jsonl:1: expected an object, got \['a.{1,200}$"),
+        ("m.csv", "video,prompt,prompt\na.mp4,b,c\n", r"m\.csv:1: two columns are called prompt"),
         ("m.yaml", "", r"unknown metadata form '\.yaml'"),
         ("data.txt", "only one thing\n", r"data\.txt:1: expected `folder,annotations\.json`"),
         ("data.txt", "a,b.json\n", r"data\.txt:1: metadata file not found: /"),
@@ -143,8 +164,9 @@ def test_errors_name_file_line_and_column(tmp_path: Path, name: str, text: str, 
 
 
 def test_other_encodings_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.csv").write_bytes("video,prompt\né.mp4,x\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"m\.csv: not UTF-8: byte 0xe9"):
+    before = "video,prompt\n" + 2000 * "a.mp4,x\n"  # more than is decoded at once
+    (tmp_path / "m.csv").write_bytes((before + "é.mp4,x\n").encode("latin-1"))
+    with pytest.raises(DataError, match=rf"m\.csv:2002: not UTF-8: byte 0xe9 at offset {len(before)}$"):
         read_table(tmp_path / "m.csv")
 
 

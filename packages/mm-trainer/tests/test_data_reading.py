@@ -132,8 +132,8 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path: Path) -> None:
         everything = {round(f.time * 30): f.to_ndarray(format="gbrp") for f in container.decode(video=0)}
     with av.open(str(path)) as container:
         container.streams.video[0].codec_context.thread_count = 1
-        some = dict(reader._decode_needed(container, container.streams.video[0], times))
-    numbers = {round(time * 30): frame.to_ndarray(format="gbrp") for time, frame in some.items()}
+        some = list(reader._decode_needed(container, container.streams.video[0], times))
+    numbers = {round(shown.time * 30): shown.frame.to_ndarray(format="gbrp") for shown in some}
     assert len(everything) == 60
     assert set(range(0, 60, 3)) <= numbers.keys()
     assert len(numbers) < 50
@@ -266,6 +266,14 @@ def test_cut_off_files_say_so(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="cut off|damaged|can't be read"):
         numbers_at(front, grid(16, 60))
     assert numbers_at(front, grid(16, 9)) == list(range(9))
+
+
+def test_the_last_frames_of_a_decoder_that_holds_some_back(tmp_path: Path) -> None:
+    """H.264 with B-frames: they come out when the file is at its end, and don't know their time base any more."""
+    path = write_clip(tmp_path / "a.mp4", frames=20, fps=10, codec="libx264")
+    assert numbers_at(path, [1.7, 1.84, 1.99]) == [17, 18, 19]
+    with pytest.raises(MediaError, match=r"cut off: its frames end at 2\.\d+ s, 2\.30 s is needed"):
+        numbers_at(path, [1.7, 2.3])
 
 
 def test_files_without_a_usable_video_stream(tmp_path: Path) -> None:

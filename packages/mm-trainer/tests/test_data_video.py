@@ -201,7 +201,9 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="frames_per_second"):
         open_set(tmp_path, rows, frames_per_second=3)
     with pytest.raises(DataError, match="nearest 48 or 64"):
-        VideoDataset.check_input_spec({"data_path": "m.csv", "buckets": [[5, 60, 64]]}, context().input_spec)
+        VideoDataset.check_input_spec({"data_path": "m.csv", "buckets": [[5, 60, 64]]}, InputSpec(spatial_multiple=16))
+    with pytest.raises(DataError, match="tokenizer: the model reads text"):
+        VideoDataset.check_input_spec({"data_path": "m.csv", "buckets": [[5, 64, 64]]}, context().input_spec)
     spec = InputSpec(text_length=8)
     with pytest.raises(DataError, match="a tokenizer must be named"):
         VideoDataset({"data_path": tmp_path / "metadata.csv"}, DatasetContext(spec, None, 0))
@@ -221,6 +223,10 @@ def test_mixes_give_every_set_its_share(tmp_path: Path) -> None:
     equal = MixedDataset([few, many], repeats=[1, 1], weights=[1.0, 1.0])
     assert sum(equal.load(i, 0)["caption"].startswith("few") for i in range(len(equal))) == len(equal) / 2 == 6
     assert plain.bucket(0) == plain.bucket(9) == (5, 48, 64)
+    same = MixedDataset([many, many], repeats=[1, 2])
+    prints = [same.fingerprint(i) for i in range(18)]
+    assert len(set(prints)) == 12, "one clip in two data sets is made with the settings of each"
+    assert prints[6:12] == prints[12:], "a repeated sample is one"
     assert plain.report.rows == 8
 
 

@@ -60,6 +60,17 @@ def test_ranks_and_accumulation_give_one_trace_and_one_set_of_weights(run_ranks,
     np.testing.assert_allclose(traces[2], traces[1], rtol=1e-4)
 
 
+def test_an_output_needs_nothing_but_a_loss(run_ranks, config: str, tmp_path: Path) -> None:
+    whole, plain = (
+        run_ranks(train_rank, 1, {}, [f"training.save={tmp_path / model}", f"model.model_id={model}"], config)[0]
+        for model in ("single_regressor", "single_plain")
+    )
+    assert trace(plain) == trace(whole)
+    validated = ["training.val_interval=1", "data.val_dataset_param.dataset_type=single_rows"]
+    with pytest.raises(AssertionError, match="validation needs the losses of single samples"):
+        run_ranks(train_rank, 1, {}, [*validated, "model.model_id=single_plain"], config)
+
+
 def test_an_embedding_with_padding_idx_keeps_its_loaded_rows(run_ranks, config: str, tmp_path: Path) -> None:
     """B027's kind: meta build, wrap, materialise and load leave every row as the file has it, the padding row too."""
     import torch

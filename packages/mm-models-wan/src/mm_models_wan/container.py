@@ -65,6 +65,7 @@ class Wan22Container(ModelContainer):
     Options = Wan22Options
     checkpoint_submodels: tuple[str, ...] = ("predictor",)
     pipeline_id: ClassVar[str | None] = "wan2_2"
+    condition_options: ClassVar[tuple[str, ...] | None] = ("last_frame",)
 
     def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
         self.checkpoint_submodels = tuple(name for name in PREDICTORS if name in components)

@@ -99,8 +99,13 @@ def cache(
 
 def _make_cache_folder(config: TrainerConfig) -> None:
     """The folder needn't exist before the command that fills it; an undefined variable in it is refused later."""
+    from mm_trainer.errors import ConfigError
+
     if config.data.cache is not None and config.data.cache.is_absolute():
-        config.data.cache.mkdir(parents=True, exist_ok=True)
+        try:
+            config.data.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{config.data.cache}: no folder can be made there: {error}", key="data.cache") from error
 
 
 @app.command()

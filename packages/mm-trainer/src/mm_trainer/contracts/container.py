@@ -25,7 +25,7 @@ class ModelContainer(nn.Module):
     Components are plain attributes, so module names are flat (``predictor.blocks.0``) and patterns of the
     configuration match them directly.
 
-    A subclass must declare :attr:`checkpoint_submodels`; it may declare :attr:`Options` and :attr:`pipeline_id`.
+    A subclass must declare :attr:`checkpoint_submodels`; it may declare the others.
     """
 
     Options: ClassVar[type[BaseOptions]] = NoOptions
@@ -33,6 +33,9 @@ class ModelContainer(nn.Module):
     """Components whose weights go into a checkpoint: all that are trained."""
     pipeline_id: ClassVar[str | None] = None
     """Name in the entry-point group ``mm_trainer.pipelines``; ``model.pipeline`` of the configuration overrides it."""
+    condition_options: ClassVar[tuple[str, ...] | None] = None
+    """Those of the options that change what the frozen encoders make, so that a cache made with others is stale; None:
+    all of them."""
 
     def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
         super().__init__()

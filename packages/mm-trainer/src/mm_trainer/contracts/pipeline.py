@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mm_parallel import prefetch
 from mm_trainer.contracts.model import BaseModel
 from mm_trainer.contracts.spec import Options
+from mm_trainer.errors import InputError
 
 if TYPE_CHECKING:
     from mm_trainer.contracts.container import ModelContainer
@@ -42,6 +43,19 @@ class ModelOutput:
     """Length of all sequences of the micro-batch together, for the logs; 0 if not known."""
     flops: int = 0
     """Floating-point operations of the trained model's forward over the micro-batch; 0 if not known."""
+
+    @classmethod
+    def of(cls, output: Any) -> ModelOutput:
+        """What any object with ``.loss`` says; what it lacks is not known.
+
+        Raises:
+            InputError: it has no ``.loss``.
+        """
+        if isinstance(output, cls):
+            return output
+        if not hasattr(output, "loss"):
+            raise InputError(f"model(**batch) must return an object with .loss, got {type(output).__qualname__}")
+        return cls(**{field.name: getattr(output, field.name, field.default) for field in fields(cls)})
 
 
 @dataclass(frozen=True)

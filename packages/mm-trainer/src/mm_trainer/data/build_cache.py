@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_trainer.data.build import build_tokenizer, open_datasets, worker_options
-from mm_trainer.data.cache import CachedDataset
+from mm_trainer.data.cache import UNKNOWN, CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, Encode, write_cache
-from mm_trainer.data.fingerprints import file_digest
+from mm_trainer.data.fingerprints import weights_digest
 from mm_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def open_cache(
 
 
 def cache_settings(bindings: Sequence[DatasetBinding], bound: BoundConfig) -> dict[str, Any]:
-    """All that conditions depend on besides the samples; None where it can't be told here."""
+    """All that conditions depend on besides the samples; `UNKNOWN` where it can't be told here."""
     data = {
         str(number): {
             name: value for name, value in binding.params.items() if name not in {*NOT_CONDITIONS, "tokenizer"}
@@ -107,26 +108,40 @@ def cache_settings(bindings: Sequence[DatasetBinding], bound: BoundConfig) -> di
         for number, binding in enumerate(bindings)
     }
     tokenizer = build_tokenizer(bindings[0], bound)
-    probe = None
+    probe = UNKNOWN
     if tokenizer is not None:
         ids = tokenizer([PROBE])["prompt_ids"].numpy().tobytes()
         probe = hashlib.blake2b(ids, digest_size=8).hexdigest()
     encoders = {name: _encoder_settings(spec) for name, spec in bound.specs.items() if spec.freeze is True}
-    return {"data": data, "tokens": probe, "encoders": encoders, "task": bound.task}
+    return {"data": data, "tokens": probe, "encoders": encoders, "task": bound.task, "container": _container(bound)}
+
+
+def _container(bound: BoundConfig) -> dict[str, Any]:
+    """The pipeline, and what of the container's options changes conditions."""
+    if bound.container_class is None:
+        return {}
+    pipeline, names = bound.pipeline_class, bound.container_class.condition_options
+    options = bound.container_options.model_dump(mode="json", include=None if names is None else set(names))
+    return {"pipeline": pipeline and f"{pipeline.__module__}.{pipeline.__qualname__}", "options": options}
 
 
 def _encoder_settings(spec: ModelSpec) -> dict[str, Any]:
     from mm_checkpoint import resolve_source
 
     source = resolve_source(spec.source)
-    weights = None
+    weights = UNKNOWN
     if source is not None:
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(json.dumps(source.config, sort_keys=True).encode(), digest_size=16)
         for path in source.files:
-            digest.update(path.name.encode() + file_digest(str(path)))
+            digest.update(path.name.encode() + weights_digest(path))
         weights = digest.hexdigest()
-    options = spec.options.model_dump(mode="json")
-    return {"model_id": spec.model_id, "dtype": spec.dtype, "options": options, "weights": weights}
+    return {
+        "model_id": spec.model_id,
+        "dtype": spec.dtype,
+        "architecture": json.dumps(spec.architecture, sort_keys=True),
+        "options": spec.options.model_dump(mode="json"),
+        "weights": weights,
+    }
 
 
 def _without_dropout(params: Mapping[str, Any]) -> dict[str, Any]:

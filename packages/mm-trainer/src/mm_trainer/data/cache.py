@@ -36,6 +36,8 @@ from mm_trainer.randomness import keyed_generator
 logger = logging.getLogger(__name__)
 
 MISSED = "not in the cache, or changed since: run `mm-trainer cache`"
+UNKNOWN = "unknown"
+"""Stands for a setting that can't be told here, so that it isn't compared."""
 FORMAT = 1
 SETTINGS, SHARDS, EMPTY, INDEX = "cache.json", "shards", "empty.safetensors", "index.safetensors"
 
@@ -141,17 +143,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, made_with: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a cache that was made with other settings. Settings that are None are not known here and not compared."""
-    own, flat = flatten(made_with.get("settings", {})), flatten(wanted)
+    """Refuse a cache that was made with other settings, those aside that are `UNKNOWN` here."""
+    there, here = flatten(made_with.get("settings", {})), flatten(wanted)
     differing = [
-        f"{name}: {own.get(name)!r} there, {value!r} here"
-        for name, value in sorted(flat.items())
-        if value is not None and own.get(name) is not None and own[name] != value
+        f"{name}: {_stated(there, name)} there, {_stated(here, name)} here"
+        for name in sorted(there.keys() | here.keys())
+        if here.get(name) != UNKNOWN and _stated(there, name) != _stated(here, name)
     ]
-    unknown = sorted(name for name, value in flat.items() if value is not None and name not in own)
-    differing += [f"{name}: not stated there, {flat[name]!r} here" for name in unknown]
     if differing:
         raise DataError(f"{folder}: the cache is stale, it was made otherwise: {'; '.join(differing)}")
+
+
+def _stated(settings: Mapping[str, Any], name: str) -> str:
+    return repr(settings[name]) if name in settings else "not stated"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ UTF-8, with or without a byte order mark, whatever the locale. The formats are i
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,7 @@ def check_columns(found: Mapping[str, Any], header: Sequence[str], where: str, *
 
 
 def _with_prefix(prefix: str, text: str) -> str:
-    return LIST_SEPARATOR.join(f"{prefix}/{path}" for path in text.split(LIST_SEPARATOR)) if text else text
+    return LIST_SEPARATOR.join(os.path.join(prefix, path) for path in text.split(LIST_SEPARATOR)) if text else text
 
 
 def _media_value(value: Any) -> str:

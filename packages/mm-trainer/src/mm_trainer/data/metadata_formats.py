@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice
@@ -66,9 +67,20 @@ def _read_file(path: Path, require_caption: bool, *, prefix: str) -> Table:
     builder = TableBuilder(path, prefix=prefix)
     try:
         reader(path, builder, require_caption)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}") from error
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
     return builder.build()
+
+
+def _not_utf8(path: Path) -> DataError:
+    """Says where; the error of a file that is decoded in parts counts from its part."""
+    data = path.read_bytes()
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return DataError(f"{path}:{line}: not UTF-8: byte {data[error.start]:#04x} at offset {error.start}")
+    return DataError(f"{path}: changed while it was read")
 
 
 def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
@@ -78,6 +90,8 @@ def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
         found = find_columns(header)
         check_columns(found, header, f"{path}:1", require_caption=require_caption)
         builder.names = {ours: header[index] for ours, index in found.items()}
+        if twice := [name for name in builder.names.values() if header.count(name) > 1]:
+            raise DataError(f"{path}:1: two columns are called {twice[0]}")
         for lines, rows in _csv_chunks(path, reader):
             if set(map(len, rows)) != {len(header)}:
                 line, row = next(pair for pair in zip(lines, rows, strict=True) if len(pair[1]) != len(header))
@@ -133,6 +147,9 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         while text[at : at + 1] and text[at] in space + ",":
             at += 1
         if text[at : at + 1] == "]":
+            if rest := text[at + 1 :].strip(space):
+                line += text.count("\n", seen, len(text) - len(text[at + 1 :].lstrip(space)))
+                raise DataError(f"{path}:{line}: the list has ended, but {rest[:20]!r} follows")
             return
         line, seen = line + text.count("\n", seen, at), at
         try:
@@ -150,7 +167,7 @@ def _add_objects(path: Path, rows: Iterable[tuple[int, Any]], builder: TableBuil
         columns: dict[str, list[Any]] = {name: [] for name in wanted}
         for line, row in chunk:
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{line}: expected an object, got {row!r}")
+                raise DataError(f"{path}:{line}: expected an object, got {reprlib.repr(row)}")
             keys = tuple(row)
             plan = plans.get(keys)
             if plan is None:
@@ -181,8 +198,8 @@ def _read_parquet(path: Path, builder: TableBuilder, require_caption: bool) -> N
                 lines = range(start, start + batch.num_rows)
                 builder.add({ours: values[theirs] for ours, theirs in builder.names.items()}, lines)
                 start += batch.num_rows
-    except ArrowInvalid as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
+    except (ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: can't be read as Parquet: {error}") from error
 
 
 def _read_list(path: Path, require_caption: bool) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.fingerprints import Fingerprinted, sample_fingerprint
+from mm_trainer.data.fingerprints import sample_fingerprint
 from mm_trainer.data.report import DataReport, copy_report
 
 
@@ -56,15 +56,19 @@ class MixedDataset:
         return dataset.load(inner, sample_key)
 
     def fingerprint(self, index: int) -> str:
-        """The inner data set's; a sample that comes several times is one."""
-        dataset, inner = self._locate(index)
-        number = "" if isinstance(dataset, Fingerprinted) else f"{self.datasets.index(dataset)}-"
-        return number + sample_fingerprint(dataset, inner)
+        """The inner data set's, and which one that is: each has settings of its own. A repeated sample is one."""
+        which, inner = self._place(index)
+        return f"{which}-{sample_fingerprint(self.datasets[which], inner)}"
 
     def _locate(self, index: int) -> tuple[MapDataset, int]:
+        which, inner = self._place(index)
+        return self.datasets[which], inner
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Number of the data set, and the sample's place in it."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[which - 1]) if which else 0
-        return self.datasets[which], (index - start) % len(self.datasets[which])
+        return which, (index - start) % len(self.datasets[which])
 
 
 def _merge_reports(datasets: Sequence[MapDataset]) -> DataReport:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,15 @@ class MediaInfo:
         if fps is None:
             return self.frames
         return max(1, math.floor(self.duration * fps + RATE_TOLERANCE))
+
+
+class _Shown(NamedTuple):
+    """A decoded frame, and when it is shown, in seconds from the clip's start."""
+
+    time: float
+    end: float
+    """With the tolerance of `RATE_TOLERANCE`; equal to ``time`` where the file states no duration."""
+    frame: Any
 
 
 def is_image(path: str | Path) -> bool:
@@ -205,8 +214,8 @@ def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
     return float((last + length - first) * stream.time_base), len(packets)
 
 
-def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[tuple[float, Any]]:
-    """Pairs (seconds from the clip's start, frame), ascending, from the key frame before the first of ``times`` on.
+def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[_Shown]:
+    """Frames in the order of their times, from the key frame before the first of ``times`` on.
 
     Frames that are nearest to none of the times are decoded only if others refer to them.
     """
@@ -215,7 +224,7 @@ def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float
         container.seek(int(start + times[0] / stream.time_base), stream=stream)
         frames = _decode_on(container, stream, times)
         first = next(frames, None)
-        if first is not None and first[0] <= times[0]:
+        if first is not None and first.time <= times[0]:
             yield first
             yield from frames
             return
@@ -223,7 +232,7 @@ def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float
     yield from _decode_on(container, stream, times)
 
 
-def _decode_on(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[tuple[float, Any]]:
+def _decode_on(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[_Shown]:
     """As `_decode_needed`, from where the container stands."""
     start, unit, context = stream.start_time or 0, float(stream.time_base), stream.codec_context
     wanted = [start + time / unit for time in times]
@@ -235,7 +244,8 @@ def _decode_on(container: InputContainer, stream: Any, times: Sequence[float]) -
         for frame in context.decode(packet):
             if frame.pts is None:
                 raise MediaError("a frame has no timestamp")
-            yield (frame.pts - start) * unit, frame
+            time = (frame.pts - start) * unit  # frames that the decoder held back don't know the unit themselves
+            yield _Shown(time, time + (1 + RATE_TOLERANCE) * (frame.duration or 0) * unit, frame)
 
 
 def _packets_until(container: InputContainer, stream: Any, last: float) -> list[Any]:
@@ -264,30 +274,25 @@ def _nearest_stamps(stamps: Sequence[int], wanted: Sequence[float]) -> set[int]:
     return {*left[closer <= rounding].tolist(), *right[closer >= -rounding].tolist(), stamps[-1]}
 
 
-def _nearest(frames: Iterator[tuple[float, Any]], times: Sequence[float]) -> Iterator[Any]:
+def _nearest(frames: Iterator[_Shown], times: Sequence[float]) -> Iterator[Any]:
     """For each time the frame nearest to it; of two that are equally near, the earlier."""
     before = after = next(frames, None)
     if before is None or after is None:
         raise MediaError("no frame can be decoded")
     ended = False
     for time in times:
-        while not ended and after[0] < time:
+        while not ended and after.time < time:
             following = next(frames, None)
             if following is None:
                 ended = True
             else:
                 before, after = after, following
-        if ended and time > _end(after):
-            raise MediaError(f"cut off: its frames end at {_end(after):.2f} s, {time:.2f} s is needed")
-        chosen = before if abs(time - before[0]) <= abs(after[0] - time) else after
-        if chosen[1].is_corrupt:
-            raise MediaError(f"the frame at {chosen[0]:.2f} s is damaged")
-        yield chosen[1]
-
-
-def _end(shown: tuple[float, Any]) -> float:
-    time, frame = shown
-    return time + (1 + RATE_TOLERANCE) * float((frame.duration or 0) * frame.time_base)
+        if ended and time > after.end:
+            raise MediaError(f"cut off: its frames end at {after.end:.2f} s, {time:.2f} s is needed")
+        chosen = before if abs(time - before.time) <= abs(after.time - time) else after
+        if chosen.frame.is_corrupt:
+            raise MediaError(f"the frame at {chosen.time:.2f} s is damaged")
+        yield chosen.frame
 
 
 class _Scaler:

@@ -71,11 +71,13 @@ class VideoDataset:
 
     @staticmethod
     def check_input_spec(params: Mapping[str, Any], input_spec: InputSpec) -> None:
-        """Refuse keys that ask for sizes that the models can't take, before anything is opened.
+        """Refuse keys that ask for what the models can't take, before anything is opened.
 
         Raises:
-            DataError: with the nearest sizes that fit.
+            DataError: no tokenizer for a model that reads text; sizes, with the nearest that fit.
         """
+        if input_spec.text_length is not None and params.get("tokenizer") is None:
+            raise DataError("dataset_param.tokenizer: the model reads text, so a tokenizer must be named")
         known = {name: value for name, value in params.items() if name in VideoOptions.model_fields}
         make_chooser(VideoOptions.model_validate(known), input_spec)
 

@@ -24,7 +24,7 @@ class VideoOptions(Options):
     """What relative paths in the metadata count from; default: the metadata's folder."""
     num_frames: Annotated[int, Field(ge=1)] | None = None
     """Frames of a clip, for buckets that don't say and for ``max_pixels``."""
-    fps: Annotated[float, Field(gt=0)] | None = 16.0
+    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 16.0
     """Clips are read at this rate; null: each at its own average rate."""
     buckets: tuple[tuple[int, ...], ...] | None = None
     """``[height, width]`` or ``[frames, height, width]`` each."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, set_gradient_sync
 from mm_trainer.config import TrainingConfig
+from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.data.pixels import is_pixels, to_pixels
 from mm_trainer.engine.conditions import Batch
 from mm_trainer.engine.ema import WeightAverage
@@ -192,7 +193,7 @@ class TrainEngine:
             batch = next(self.batches)
         set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
         with timer.phase("forward"):
-            output = self.model(**to_device(batch, self.mesh.device))
+            output = ModelOutput.of(self.model(**to_device(batch, self.mesh.device)))
         with timer.phase("backward"):
             (output.loss / self._accumulation).backward()
         self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)
@@ -214,7 +215,7 @@ class TrainEngine:
         figures: dict[str, float] = {}
         for view in self.services.stepping.views():
             batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
-            found = validate(self.model, batches, self.mesh)
+            found = validate(self.model, batches, self.mesh, self.config.val_quantiles)
             figures |= {f"{view}/{name}" if view else name: value for name, value in found.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
