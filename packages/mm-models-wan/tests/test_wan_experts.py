@@ -57,6 +57,29 @@ def test_swapped_folders_are_refused(tiny_wan: Path) -> None:
         build_container(tiny_wan, BOTH, predictor="transformer_2")
 
 
+def test_an_export_takes_the_place_of_what_was_trained(tiny_wan: Path) -> None:
+    """By the side of the boundary that the noise range is on; on both sides, by what the weights were."""
+    whole = build_container(tiny_wan, BOTH, predictor="transformer")
+    assert whole.export_folders(SPECS) == {"predictor": "transformer", "predictor_2": "transformer_2"}
+    for noise_range, source, place in (
+        ((0.9, 0.99), "transformer", "transformer"),
+        ((0.0, 0.5), "transformer_2", "transformer_2"),
+        ((0.2, 0.6), "transformer_2", "transformer_2"),
+        ((0.5, 0.95), "transformer", "transformer"),
+        ((0.5, 0.95), "transformer_2", "transformer_2"),
+        ((0.0, 1.0), "transformer_2", "transformer_2"),
+    ):
+        single = build_container(tiny_wan, Wan22Options(noise_range=noise_range), predictor=source)
+        assert single.export_folders(SPECS) == {"predictor": place}, (noise_range, source)
+
+
+def test_a_range_without_noise_levels_is_refused(tiny_wan: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.noise_range: no point of the noise grid lies in the range"):
+        build_container(tiny_wan, Wan22Options(noise_range=(0.0, 0.001)))
+    with pytest.raises(ConfigError, match=r"model\.boundary: no point of the noise grid"):
+        build_container(tiny_wan, Wan22Options(expert="low", boundary=0.001))
+
+
 def pipeline(options: WanSchedulerOptions, boundary: float) -> WanPipeline:
     high, low = (build_schedule(options, expert_range(expert, boundary)) for expert in ("high", "low"))
     return WanPipeline({"predictor": high, "predictor_2": low}, seed=SEED)

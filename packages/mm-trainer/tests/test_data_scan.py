@@ -11,7 +11,8 @@ from PIL import Image
 from rich.console import Console
 
 from mm_trainer.data.contact_sheet import THUMBNAIL, write_contact_sheet
-from mm_trainer.data.loader import WorkerOptions
+from mm_trainer.data.loader import BatchLoader, WorkerOptions
+from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.scan import scan, scan_tables
 from mm_trainer.data.video import VideoDataset
 
@@ -66,3 +67,14 @@ def test_a_foreign_set_is_scanned_too() -> None:
     nothing = scan(NumberDataset([0] * 3, bad=range(3)), micro_batch_size=2)
     assert nothing.report.usable == 0
     assert nothing.steps_per_epoch == 0
+
+
+def test_a_bad_sample_that_a_mix_repeats_is_one() -> None:
+    mix = MixedDataset([NumberDataset([0] * 3, bad=[1]), NumberDataset([0] * 2)], repeats=[4, 1])
+    result = scan(mix, micro_batch_size=2)
+    assert (result.report.rows, result.report.usable, result.report.bad) == (5, 4, 1)
+    loader = BatchLoader(mix, micro_batch_size=2, max_bad_fraction=1.0)
+    with_bad = [next(batch) for batch in [iter(loader)] for _ in range(7)]
+    assert len(with_bad) == 7
+    assert loader.bad.count == 1
+    assert len(loader.bad.found) > 1, "of the four places that one sample has"

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from data_clips import context, paint, read_numbers, write_audio, write_clip
+from PIL import Image
 
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.pixels import to_pixels
+from mm_trainer.data.reader import probe
 from mm_trainer.data.video import VideoDataset
 from mm_trainer.errors import BadSample, DataError
 
@@ -280,3 +282,27 @@ def test_real_clips_through_buckets_and_loader(tmp_path: Path) -> None:
     again = list(fixed_batches(data, quantiles=[0.5], micro_batch_size=1))
     by_caption = {batch["caption"][0]: batch["video"] for batch in batches}
     assert all(torch.equal(batch["video"], by_caption[batch["caption"][0]]) for batch in again)
+
+
+def test_sizes_that_say_nothing_are_looked_up(tmp_path: Path) -> None:
+    """0 is in use for "unknown"."""
+    write_clip(tmp_path / "a.mp4", frames=5)
+    for width, height in ((0, 0), (0.5, 48)):
+        row = {"video": "a.mp4", "prompt": "", "width": width, "height": height, "num_frames": 0, "fps": 0}
+        data = open_set(tmp_path, [row])
+        assert data.clips.info(0) == probe(tmp_path / "a.mp4")
+    with pytest.raises(DataError, match="width: expected a number of at least 0 and below"):
+        open_set(tmp_path, [row | {"width": 1e300}])
+
+
+def test_a_clip_is_not_squeezed_into_what_the_metadata_says(tmp_path: Path) -> None:
+    """A phone clip whose coded size was written down: shown, it stands upright."""
+    write_clip(tmp_path / "a.mp4", frames=5, rotation=90)
+    row = {"video": "a.mp4", "prompt": "", "width": 64, "height": 48, "num_frames": 5, "fps": 16}
+    with pytest.raises(BadSample, match=r"a\.mp4: it is 48×64, width to height is 1\.33 to 1 by the metadata"):
+        open_set(tmp_path, [row]).load(0, 0)
+    assert open_set(tmp_path, [row | {"width": 96, "height": 128}]).load(0, 0)["video"].shape == (3, 5, 48, 64)
+    Image.new("RGB", (64, 64)).save(tmp_path / "b.png")
+    still = {"video": "b.png", "prompt": "", "width": 128, "height": 64}
+    with pytest.raises(BadSample, match="it is 64×64, width to height is 2.00 to 1"):
+        open_set(tmp_path, [still], buckets=[[1, 48, 64]]).load(0, 0)

@@ -31,6 +31,27 @@ def test_a_profile_window_records_its_steps_on_its_ranks(run_ranks, config: str)
     assert sum("AdamW.step" in name for name in names) == 2, "two steps were recorded"
 
 
+def test_windows_that_outlast_the_run_are_written_at_its_end(run_ranks, config: str) -> None:
+    """Of a whole process: a profiler that nobody stops takes it down at exit."""
+    windows = [
+        f"tools.{kind}.{key}" for kind in ("profile", "memory_profile") for key in ("enable=true", "end_step=99")
+    ]
+    windows += ["tools.profile.start_step=2", "training.train_iters=3"]
+    result = subprocess.run(
+        [Path(sys.executable).parent / "mm-trainer", "train", config, *windows],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    run = Path(config).parent / "run"
+    assert "wrote the profile of steps 2 to 3" in result.stderr
+    assert [path.name for path in (run / "profiling").iterdir()] == ["rank0_step3.json"]
+    assert json.loads((run / "memory" / "rank0_step3.json").read_text(encoding="utf-8"))["step"] == 3
+
+
 def test_the_memory_window_lists_what_each_sub_model_holds(run_ranks, config: str) -> None:
     run_ranks(train_rank, 2, {}, ["tools.memory_profile.enable=true", "tools.memory_profile.end_step=2"], config)
     (table,) = (Path(config).parent / "run" / "memory").glob("*.json")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from mm_models_wan.release import expert_of
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
 from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec, Sampler
 from mm_trainer.contracts import Options as BaseOptions
@@ -16,6 +17,7 @@ from mm_trainer.pipelines.schedule import NoiseRange
 
 if TYPE_CHECKING:
     from mm_models_wan.pipeline import WanPipeline
+    from mm_models_wan.predictor import WanPredictor
 
 TASKS = ("t2v", "i2v", "ti2v")
 PREDICTORS = ("predictor", "predictor_2")
@@ -112,11 +114,13 @@ class Wan22Container(ModelContainer):
 
     def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
         """The high-noise expert, or the only transformer, is ``transformer``; the low-noise one ``transformer_2``."""
-        schedules = self._wan_pipeline.schedules
-        return {
-            name: "transformer_2" if schedules[name].noise_range[1] < 1 else "transformer"
-            for name in self.checkpoint_submodels
+        schedules, models = self._wan_pipeline.schedules, self.get_sub_models()
+        predictors = {name: cast("WanPredictor", models[name]) for name in self.checkpoint_submodels}
+        experts = {
+            name: expert_of(schedules[name].noise_range, predictor.release, predictor.architecture.in_channels)
+            for name, predictor in predictors.items()
         }
+        return {name: "transformer_2" if expert == "low" else "transformer" for name, expert in experts.items()}
 
     def activate_for_step(self, step: int) -> Sequence[str]:
         """Choose the predictor that the next step trains, after ``step`` finished ones; forwards use it from now on."""

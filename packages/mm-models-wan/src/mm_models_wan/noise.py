@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mm_models_wan.container import PREDICTORS, Wan22Options
 from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.release import boundary_by_channels
+from mm_models_wan.release import EXPERTS, Expert, boundary_by_channels
 from mm_models_wan.schedule import build_schedule, expert_range
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange, NoiseSchedule
@@ -19,11 +19,21 @@ def build_schedules(options: Wan22Options, predictors: Mapping[str, WanPredictor
     """Schedule of every predictor, by its name.
 
     Raises:
-        ConfigError: an expert is named, but nothing says where the experts meet; or the weights are the other one's.
+        ConfigError: an expert is named, but nothing says where the experts meet; the weights are the other one's; or a
+            range that holds no noise level.
     """
+    ranges = _ranges(options, predictors)
+    try:
+        return {name: build_schedule(options.scheduler, noise_range) for name, noise_range in ranges.items()}
+    except ValueError as error:
+        key = "model.boundary" if options.noise_range is None else "model.noise_range"
+        raise ConfigError(str(error), key=key) from error
+
+
+def _ranges(options: Wan22Options, predictors: Mapping[str, WanPredictor]) -> dict[str, NoiseRange]:
     if options.expert == "both":
         boundary = find_boundary(options, predictors["predictor"])
-        experts = dict(zip(PREDICTORS, ("high", "low"), strict=True))
+        experts: dict[str, Expert] = dict(zip(PREDICTORS, EXPERTS, strict=True))
         for name, expert in experts.items():
             stated = predictors[name].release.expert
             if stated not in (None, expert):
@@ -32,11 +42,8 @@ def build_schedules(options: Wan22Options, predictors: Mapping[str, WanPredictor
                     f"{predictors[name].release.weights} is the {stated}-noise one",
                     key=f"model.models.{name}.from_pretrained",
                 )
-        return {
-            "predictor": build_schedule(options.scheduler, expert_range("high", boundary)),
-            "predictor_2": build_schedule(options.scheduler, expert_range("low", boundary)),
-        }
-    return {"predictor": build_schedule(options.scheduler, single_range(options, predictors["predictor"]))}
+        return {name: expert_range(expert, boundary) for name, expert in experts.items()}
+    return {"predictor": single_range(options, predictors["predictor"])}
 
 
 def find_boundary(options: Wan22Options, predictor: WanPredictor) -> float:

@@ -10,8 +10,10 @@ from typing import Literal
 from mm_models_wan.architecture import ARCHITECTURES
 from mm_trainer.contracts import ModelSpec
 from mm_trainer.errors import ConfigError
+from mm_trainer.pipelines.schedule import NoiseRange
 
 Expert = Literal["high", "low"]
+EXPERTS: tuple[Expert, Expert] = ("high", "low")
 
 BOUNDARIES = {"T2V-A14B": 0.875, "I2V-A14B": 0.9}
 """σ at which the high-noise expert takes over, for the released models."""
@@ -65,6 +67,19 @@ def read_release(spec: ModelSpec) -> WanRelease:
 
 def _index(folder: Path) -> Path:
     return folder.parent / "model_index.json"
+
+
+def expert_of(noise_range: NoiseRange, release: WanRelease, in_channels: int) -> Expert | None:
+    """Which expert a transformer trained on these σ is; None: the only transformer of a model without experts."""
+    lo, hi = noise_range
+    boundary = release.boundary or boundary_by_channels(in_channels)
+    if boundary is None:
+        return None
+    if lo >= boundary or (lo > 0 and hi == 1):
+        return "high"
+    if hi <= boundary or (lo == 0 and hi < 1):
+        return "low"
+    return release.expert  # on both sides of the boundary: still what it was
 
 
 def boundary_by_channels(in_channels: int) -> float | None:

@@ -38,10 +38,10 @@ class WanSchedulerOptions(Options):
     """``model.scheduler``."""
 
     preset: Preset = "wan"
-    shift: float | None = Field(default=None, gt=0)
+    shift: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """σ' = s·σ / (1 + (s − 1)·σ); by default 3 for ``wan``, 5 for ``shift5`` and 1 (none) for the continuous ones."""
-    mean: float = 0.0
-    std: float = Field(default=1.0, gt=0)
+    mean: float = Field(default=0.0, allow_inf_nan=False)
+    std: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check(self) -> WanSchedulerOptions:

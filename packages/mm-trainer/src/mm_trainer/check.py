@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, locate, resolve
 from mm_trainer.config.diagnose import from_value_error
-from mm_trainer.errors import ConfigError, DataError
+from mm_trainer.errors import ConfigError, DataError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,7 +150,11 @@ def scan_data(checked: Checked, sheet: Path, console: Console) -> None:
 
     Raises:
         DataError: nothing is usable.
+        InputError: ``sheet`` is no name for a PNG.
     """
+    if sheet.suffix.lower() != ".png" or sheet.is_dir():
+        raise InputError(f"--sheet {sheet}: expected the name of a .png file")
+    sheet.parent.mkdir(parents=True, exist_ok=True)
     from rich.progress import Progress
 
     from mm_trainer.data.build import open_datasets, worker_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -55,7 +55,12 @@ class ModelOutput:
             return output
         if not hasattr(output, "loss"):
             raise InputError(f"model(**batch) must return an object with .loss, got {type(output).__qualname__}")
-        return cls(**{field.name: getattr(output, field.name, field.default) for field in fields(cls)})
+        return cls(
+            output.loss,
+            per_sample=getattr(output, "per_sample", None),
+            tokens=getattr(output, "tokens", 0),
+            flops=getattr(output, "flops", 0),
+        )
 
 
 @dataclass(frozen=True)

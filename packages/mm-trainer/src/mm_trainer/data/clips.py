@@ -40,7 +40,8 @@ class ClipIndex:
 
     @classmethod
     def build(cls, table: Table, folder: Path, report: DataReport) -> ClipIndex:
-        """From the table where it says, else from the file; files that can't be used go into the report.
+        """From the table where it says, else from the file; files that can't be used go into the report. Sizes and
+        lengths below 1 say nothing: 0 is in use for "unknown".
 
         Every rank that opens a data set looks at the same files; stating width, height, num_frames and fps in the
         metadata spares it that.
@@ -49,6 +50,8 @@ class ClipIndex:
         width, height, frames, fps = (
             table.numbers.get(name, np.full(count, np.nan)).copy() for name in ("width", "height", "num_frames", "fps")
         )
+        for stated in (width, height, frames):
+            stated[stated < 1] = np.nan
         duration = np.divide(frames, fps, out=np.zeros(count), where=fps > 0)
         unknown = np.flatnonzero(np.isnan(width + height + frames) | ~(fps > 0)).tolist()
         for row, found in _look_at(table, folder, unknown):
@@ -113,7 +116,7 @@ def _look_at(table: Table, folder: Path, rows: list[int]) -> list[tuple[int, Med
     def look(row: int) -> MediaInfo | MediaError:
         path = folder / table.media(row)
         width, height = table.number("width", row), table.number("height", row)
-        if is_image(path) and width > 0 and height > 0:
+        if is_image(path) and width >= 1 and height >= 1:
             return MediaInfo(width=int(width), height=int(height), frames=1, fps=0.0, duration=0.0)
         try:
             return probe(path)

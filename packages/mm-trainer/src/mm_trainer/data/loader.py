@@ -167,7 +167,8 @@ class BatchLoader:
                 samples,
                 "samples_digest",
             ),
-            f"the global batch was {state[batch]}, is {ours[batch]}": (batch,),
+            f"the global batch was {state[batch]}, is {ours[batch]} (micro_batch_size × data ranks × "
+            "gradient_accumulation_steps)": (batch,),
             f"the seed was {state['seed']}, is {ours['seed']}": ("seed",),
         }
         broken = [reason for reason, names in reasons.items() if any(state[name] != ours[name] for name in names)]

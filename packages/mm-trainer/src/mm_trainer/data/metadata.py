@@ -41,6 +41,8 @@ TEXT_COLUMNS = tuple(name for name in ALIASES if name not in NUMBER_COLUMNS)
 PATH_COLUMNS = tuple(name for name in TEXT_COLUMNS if name != "caption")
 LIST_SEPARATOR = "\0"
 """Between the texts of a cell that holds several (captions, reference images); refused in text."""
+LARGEST = 2**31
+"""Beyond it no number of a clip can be meant."""
 ABSENT = object()
 """A row of a JSON file lacks this key."""
 
@@ -179,7 +181,7 @@ def _convert_plain(name: str, values: Sequence[Any]) -> Sequence[Any] | NDArray[
             numbers = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
         except ValueError:
             return None
-        return numbers if np.all(numbers >= 0) and np.all(numbers < math.inf) else None
+        return numbers if np.all(numbers >= 0) and np.all(numbers < LARGEST) else None
     if name in TEXT_COLUMNS and kinds == {str} and LIST_SEPARATOR not in "".join(values):
         return values if name != "media" or all(map(str.strip, values)) else None
     return None
@@ -250,6 +252,6 @@ def _number_value(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"expected a number, got {value!r}") from None
-    if isinstance(value, bool) or not 0 <= number < math.inf:
-        raise ValueError(f"expected a number of at least 0, got {value!r}")
+    if isinstance(value, bool) or not 0 <= number < LARGEST:
+        raise ValueError(f"expected a number of at least 0 and below 2³¹, got {value!r}")
     return number

@@ -30,6 +30,9 @@ RATE_TOLERANCE = 0.05
 """Fraction of a frame that a duration may fall short by: containers round times to a millisecond or so."""
 
 
+ASPECT_TOLERANCE = 0.05
+
+
 class MediaError(Exception):
     """A file that can't be used; the message is the reason, without the path."""
 
@@ -84,32 +87,51 @@ def probe(path: str | Path) -> MediaInfo:
         first = next(iter(container.decode(stream)), None)
         if first is None:
             raise MediaError("no frame can be decoded")
-        height, width = first.height, round(first.width * (stream.sample_aspect_ratio or 1))
-        if first.rotation % 180:
-            height, width = width, height
+        height, width = _upright_size(first, stream)
         rate = float(stream.average_rate or 0) or (frames / duration if duration else 1.0)
         return MediaInfo(width=width, height=height, frames=frames, fps=rate, duration=duration)
 
 
-def read_frames(path: str | Path, times: Sequence[float], crop: Crop) -> NDArray[np.uint8]:
+def _upright_size(frame: Any, stream: Any) -> tuple[int, int]:
+    """(height, width) as a player shows it."""
+    height, width = frame.height, round(frame.width * (stream.sample_aspect_ratio or 1))
+    return (width, height) if frame.rotation % 180 else (height, width)
+
+
+def check_aspect(height: int, width: int, aspect: float) -> None:
+    """Refuse a file whose metadata would have it squeezed.
+
+    Raises:
+        MediaError: width over height is more than a few percent from ``aspect``.
+    """
+    if abs(width / height / aspect - 1) > ASPECT_TOLERANCE:
+        raise MediaError(f"it is {width}×{height}, width to height is {aspect:.2f} to 1 by the metadata")
+
+
+def read_frames(
+    path: str | Path, times: Sequence[float], crop: Crop, *, aspect: float | None = None
+) -> NDArray[np.uint8]:
     """The frames shown at the given times, resized and cropped.
 
     Args:
         path: a video file.
         times: ascending, in seconds from the clip's first frame.
         crop: size to bring the whole (upright) frame to, and the part of it to keep.
+        aspect: width over height that the file is said to have; None: not compared.
 
     Returns:
         (3, F, H, W) RGB.
 
     Raises:
-        MediaError: the file can't be opened or decoded, or it ends before the last wanted time.
+        MediaError: the file can't be opened or decoded, it ends before the last wanted time, or it has another aspect.
     """
     scale = _Scaler(crop)
     out = np.empty((3, len(times), crop.kept_height, crop.kept_width), dtype=np.uint8)
     with _open_video(path) as (container, stream):
         previous: Any = None
         for slot, frame in enumerate(_nearest(_decode_needed(container, stream, times), times)):
+            if previous is None and aspect is not None:
+                check_aspect(*_upright_size(frame, stream), aspect)
             if frame is previous:
                 out[:, slot] = out[:, slot - 1]
             else:

@@ -115,10 +115,12 @@ def scan(
     table = sample_table(dataset)
     report = copy_report(dataset)
     shown = _choose_shown(table.bucket, sheet_samples)
-    glimpses, usable, full_texts = [], [], 0
+    glimpses, usable, full_texts, listed = [], [], 0, set()
     for done, glimpse in enumerate(_glimpse_all(dataset, shown, workers or WorkerOptions()), start=1):
         if glimpse.bad is not None:
-            report.skip(*glimpse.bad, bad=True)
+            if glimpse.bad not in listed:  # a mix comes by one sample as often as it repeats it
+                report.skip(*glimpse.bad, bad=True)
+            listed.add(glimpse.bad)
         else:
             usable.append(glimpse.index)
             full_texts += glimpse.text_full

@@ -139,10 +139,11 @@ class VideoDataset:
             BadSample: a file can't be read.
         """
         row = int(self.clips.row[index])
-        view = self._draw_view(index, sample_key)
+        info, view = self.clips.info(index), self._draw_view(index, sample_key)
 
         def read(column: str, path: str) -> NDArray[np.uint8]:
-            return self._read(row, column, path, lambda file: read_view(file, view))
+            aspect = info.width / info.height if column == "media" else None
+            return self._read(row, column, path, lambda file: read_view(file, view, aspect=aspect))
 
         def read_reference(column: str, path: str) -> NDArray[np.uint8]:
             return self._read(row, column, path, lambda file: read_fitted(file, view.bucket))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mm_trainer.data.reader import is_image, read_frames, read_image, read_still
+from mm_trainer.data.reader import check_aspect, is_image, read_frames, read_image, read_still
 from mm_trainer.data.shaping import Bucket, Crop
 
 
@@ -24,14 +24,17 @@ class View:
     """Mirrored left to right."""
 
 
-def read_view(path: str | Path, view: View) -> NDArray[np.uint8]:
+def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> NDArray[np.uint8]:
     """The view of a video, or of an image that is shown throughout, as (3, F, H, W) RGB.
 
     Raises:
-        MediaError: the file can't be read.
+        MediaError: the file can't be read, or is not of the ``aspect`` (width over height) that it is said to have.
     """
     if is_image(path):
-        frames = np.repeat(read_still(read_image(path), view.crop), len(view.times), axis=1)
+        image = read_image(path)
+        if aspect is not None:
+            check_aspect(image.shape[0], image.shape[1], aspect)
+        frames = np.repeat(read_still(image, view.crop), len(view.times), axis=1)
     else:
-        frames = read_frames(path, view.times, view.crop)
+        frames = read_frames(path, view.times, view.crop, aspect=aspect)
     return np.ascontiguousarray(frames[..., ::-1]) if view.flip else frames

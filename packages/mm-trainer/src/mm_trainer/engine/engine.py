@@ -120,6 +120,7 @@ class TrainEngine:
                 self._run()
         finally:
             gc.enable()
+            self.services.profiles.close(self.progress.step)
         if self.services.checkpoints is not None:
             self.services.checkpoints.close()
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ProfileWindows:
-    """Starts and stops the recordings that ``tools`` asks for; call `before` and `after` around every step.
+    """Starts and stops the recordings that ``tools`` asks for: `before` and `after` every step, `close` at the end.
 
     Args:
         profile, memory: the two windows.
@@ -42,6 +42,7 @@ class ProfileWindows:
         self._folder, self._rank = folder, rank
         self._sub_models, self._optimizers = sub_models, optimizers
         self._profiler: Any = None
+        self._memory_open = False
         self._device = torch.accelerator.current_accelerator()
 
     def before(self, step: int) -> None:
@@ -49,28 +50,45 @@ class ProfileWindows:
         if self._starts(self._profile, step):
             self._profiler = torch.profiler.profile()
             self._profiler.start()
-        if self._starts(self._memory, step) and self._device is not None:
-            torch.get_device_module(self._device).memory._record_memory_history(max_entries=100_000)
+        if self._starts(self._memory, step):
+            self._memory_open = True
+            if self._device is not None:
+                torch.get_device_module(self._device).memory._record_memory_history(max_entries=100_000)
 
     def after(self, step: int) -> None:
         """Stop and write what ends with ``step``."""
-        if self._profiler is not None and step >= self._profile.end_step:
-            self._profiler.stop()
-            path = self._path(self._profile, "profiling") / f"rank{self._rank}_step{step}.json"
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            log.info("wrote the profile of steps %d to %d: %s", self._profile.start_step, step, path)
-        memory = self._memory
-        if memory.enable and self._rank in memory.ranks and step == memory.end_step:
-            folder = self._path(memory, "memory")
-            held = {"step": step, "bytes": held_bytes(self._sub_models, self._optimizers)}
-            path = folder / f"rank{self._rank}_step{step}.json"
-            path.write_text(json.dumps(held, indent=2), encoding="utf-8")
-            if self._device is not None:
-                module = torch.get_device_module(self._device)
-                module.memory._dump_snapshot(str(path.with_suffix(".pickle")))
-                module.memory._record_memory_history(enabled=None)
-            log.info("wrote what the sub-models hold: %s", path)
+        if step >= self._profile.end_step:
+            self._end_profile(step)
+        if step >= self._memory.end_step:
+            self._end_memory(step)
+
+    def close(self, step: int) -> None:
+        """Stop and write what is still open: the run has ended after ``step`` steps. (A profiler that nobody stops
+        takes the process down at its exit.)"""
+        self._end_profile(step)
+        self._end_memory(step)
+
+    def _end_profile(self, step: int) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self._path(self._profile, "profiling") / f"rank{self._rank}_step{step}.json"
+        profiler.export_chrome_trace(str(path))
+        log.info("wrote the profile of steps %d to %d: %s", self._profile.start_step, step, path)
+
+    def _end_memory(self, step: int) -> None:
+        if not self._memory_open:
+            return
+        self._memory_open = False
+        held = {"step": step, "bytes": held_bytes(self._sub_models, self._optimizers)}
+        path = self._path(self._memory, "memory") / f"rank{self._rank}_step{step}.json"
+        path.write_text(json.dumps(held, indent=2), encoding="utf-8")
+        if self._device is not None:
+            module = torch.get_device_module(self._device)
+            module.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            module.memory._record_memory_history(enabled=None)
+        log.info("wrote what the sub-models hold: %s", path)
 
     def _starts(self, window: WindowConfig, step: int) -> bool:
         return window.enable and self._rank in window.ranks and step == window.start_step
