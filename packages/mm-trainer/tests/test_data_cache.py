@@ -247,3 +247,16 @@ def test_text_is_stored_without_its_padding(tmp_path: Path) -> None:
     assert {tuple(tensor.shape) for tensor in stored} == {(4, 12)}
     assert json.loads((tmp_path / "cache/cache.json").read_text())["settings"] == SETTINGS
     assert CachedDataset(tmp_path / "cache").load(0, 0)["conditions"]["context"].shape == (8, 12)
+
+
+def test_damaged_files_of_the_cache_itself_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "cache", clips(tmp_path, 3))
+    index = tmp_path / "cache/index.safetensors"
+    whole = index.read_bytes()
+    index.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"index\.safetensors: damaged .* run `mm-trainer cache` again"):
+        CachedDataset(tmp_path / "cache")
+    index.write_bytes(whole)
+    (tmp_path / "cache/cache.json").write_text("")
+    with pytest.raises(DataError, match=r"cache\.json: damaged"):
+        CachedDataset(tmp_path / "cache")

@@ -124,6 +124,35 @@ def test_state_of_another_run_is_refused() -> None:
         loader.load_state_dict(loader.state_dict() | {"num_samples": 9})
 
 
+def test_another_micro_batch_size_goes_on_with_one_bucket_only() -> None:
+    """With several, the micro-batch size decides what a step holds: samples of the epoch would be lost or come twice."""
+    for buckets, fits in (([0] * 8, True), ([0, 1] * 8, False)):
+        saved = BatchLoader(NumberDataset(buckets), micro_batch_size=2, seed=3).state_dict()
+        other = BatchLoader(NumberDataset(buckets), micro_batch_size=1, accumulation=2, seed=3)
+        if fits:
+            other.load_state_dict(saved)
+        else:
+            with pytest.raises(DataError, match="micro_batch_size was 2, is 1, which deals several buckets otherwise"):
+                other.load_state_dict(saved)
+
+
+def test_samples_that_moved_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    class Named(NumberDataset):
+        def __init__(self, names: str) -> None:
+            super().__init__([0] * len(names))
+            self.names = names
+
+        def name(self, index: int) -> str:
+            return self.names[index]
+
+    saved = BatchLoader(Named("abcd"), micro_batch_size=2).state_dict()
+    for data in (Named("abcd"), NumberDataset([0] * 4)):
+        BatchLoader(data, micro_batch_size=2).load_state_dict(saved)
+    assert "moved" not in caplog.text
+    BatchLoader(Named("abdc"), micro_batch_size=2).load_state_dict(saved)
+    assert "samples were renamed, replaced or moved since the checkpoint" in caplog.text
+
+
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (8, 1), (8, 4)])
 def test_ranks_wait_little_for_one_another(ranks: int, accumulation: int) -> None:
     """Three aspects × three lengths: at most 10 %, where dealing in shuffled order costs several times that."""

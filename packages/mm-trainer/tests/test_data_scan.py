@@ -13,7 +13,8 @@ from rich.console import Console
 from mm_trainer.data.contact_sheet import THUMBNAIL, write_contact_sheet
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.mixing import MixedDataset
-from mm_trainer.data.scan import scan, scan_tables
+from mm_trainer.data.report import DataReport
+from mm_trainer.data.scan import BucketCount, ScanResult, scan, scan_tables
 from mm_trainer.data.video import VideoDataset
 
 
@@ -67,6 +68,17 @@ def test_a_foreign_set_is_scanned_too() -> None:
     nothing = scan(NumberDataset([0] * 3, bad=range(3)), micro_batch_size=2)
     assert nothing.report.usable == 0
     assert nothing.steps_per_epoch == 0
+
+
+def test_names_are_shown_as_they_are() -> None:
+    """Square brackets are no markup."""
+    report = DataReport(rows=2)
+    report.skip("a[/b]/c [red].mp4", "no [such] file", bad=True)
+    console = Console(record=True, width=200)
+    for table in scan_tables(ScanResult(report, (BucketCount("[x]", 1, 1),), (1, 1, 1), 1, 0, 0.0, 0, ())):
+        console.print(table)
+    text = console.export_text()
+    assert all(name in text for name in ("a[/b]/c [red].mp4", "no [such] file", "[x]"))
 
 
 def test_a_bad_sample_that_a_mix_repeats_is_one() -> None:

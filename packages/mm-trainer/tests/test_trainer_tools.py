@@ -31,7 +31,7 @@ def test_a_profile_window_records_its_steps_on_its_ranks(run_ranks, config: str)
     assert sum("AdamW.step" in name for name in names) == 2, "two steps were recorded"
 
 
-def test_windows_that_outlast_the_run_are_written_at_its_end(run_ranks, config: str) -> None:
+def test_windows_that_outlast_the_run_are_written_at_its_end(config: str) -> None:
     """Of a whole process: a profiler that nobody stops takes it down at exit."""
     windows = [
         f"tools.{kind}.{key}" for kind in ("profile", "memory_profile") for key in ("enable=true", "end_step=99")

@@ -147,7 +147,7 @@ class CheckpointManager:
         if foreign:
             raise DestinationError(
                 f"{self.folder}: holds {', '.join(foreign[-3:])}, which this run did not write and which would be "
-                f"taken for newer than step {step}: save elsewhere, or resume from there"
+                f"taken for newer than step {step}: save elsewhere, or resume from there (load auto)"
             )
 
     def _make_probe(self, step: int) -> str:

@@ -24,7 +24,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 AnyPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, an iteration, a model folder or a weight file.")]
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A folder or file in any form.")]
 FromRun = Annotated[Path, typer.Argument(metavar="RUN_OR_ITER", help="A run's folder, or one of its iterations.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="A new or an empty folder (safetensors: a new file).")]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", help="A new or an empty folder (convert --to safetensors: a new file).")
+]
 Dtype = Annotated[str | None, typer.Option(help="Element type for all floating tensors, such as bf16.")]
 Workers = Annotated[int, typer.Option(min=1, help="Files written at the same time.")]
 ShardSize = Annotated[str, typer.Option(help="Tensor data per file, such as 5GB or 500MiB.")]
@@ -195,7 +197,8 @@ def _inspect_weights(found: dict[str, Any]) -> Iterator[str]:
     for name, size in found["files"].items():
         yield f"  {name}  {_size(size)}"
     if found["manifest"] is not None:
-        yield "manifest: " + ", ".join(f"{k} {v}" for k, v in found["manifest"].items() if isinstance(v, str | int))
+        values = {k: str(v) for k, v in found["manifest"].items() if isinstance(v, str | int)}
+        yield "manifest: " + ", ".join(f"{name} {value}" for name, value in values.items() if "\n" not in value)
     yield from key_tree(found["tensors"])
     for name in found["values"]:
         yield f"{name}  (a value)"

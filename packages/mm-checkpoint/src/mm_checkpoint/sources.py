@@ -137,7 +137,9 @@ def sniff_format(path: str | Path) -> str:
         return "diffusers"
     if any(path.glob("*.safetensors")) or any(f for suffix in _PICKLED for f in path.glob(f"*{suffix}")):
         return "hf"
-    raise SourceError(f"{path}: no weights in DCP, diffusers or hf form are there")
+    models = [child.name for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
+    hint = f"; its folders {sample(models)} look like models" if models else ""
+    raise SourceError(f"{path}: no weights in DCP, diffusers or hf form are there{hint}")
 
 
 def find_source(path: Path, declared: str = "auto", *, variant: str | None = None) -> WeightSource:

@@ -180,11 +180,12 @@ def scan_data(checked: Checked, sheet: Path, console: Console) -> None:
     if not result.buckets:
         raise DataError("no sample can be used")
     write_contact_sheet(result.glimpses, sheet)
-    console.print(f"what the model will see: {sheet}", highlight=False, soft_wrap=True)
+    console.print(f"what the model will see: {sheet}", highlight=False, soft_wrap=True, markup=False)
 
 
 def print_report(checked: Checked, console: Console) -> None:
     """What was checked: the ranks, the batch, the sub-models, and the notes."""
+    from rich.markup import escape
     from rich.table import Table
 
     config = checked.config
@@ -210,7 +211,7 @@ def print_report(checked: Checked, console: Console) -> None:
             ]
         source = spec.source.checkpoint_path or spec.source.from_pretrained
         missing = "not here" if name in checked.bound.without_source else "none (random initialisation)"
-        table.add_row(name, *counts, spec.dtype, source or missing)
+        table.add_row(name, *counts, spec.dtype, escape(source or missing))
     console.print(table)
     for note in checked.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)

@@ -6,7 +6,9 @@ Exit codes: 0 done; 2 the input is at fault, said in one message; 1 a fault of o
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +48,8 @@ MaxRestarts = Annotated[int, typer.Option(min=0, help="Start all ranks again thi
 
 def main() -> None:
     """Entry point: run a command, and turn an error of the input into one message and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a table isn't worth a failure under a locale that lacks its signs
     try:
         app(standalone_mode=True)
     except (SystemExit, KeyboardInterrupt):

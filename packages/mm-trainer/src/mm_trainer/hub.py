@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from mm_checkpoint import LoadReport, resolve_source
+from mm_checkpoint import LoadReport, get_key_map, resolve_source
 from mm_parallel import (
     KeyedInitializer,
     ParallelMesh,
@@ -113,7 +113,7 @@ def build_model(
         if spec.name in unused:
             sources[prefix] = "none: this run doesn't use it"
         elif spec.name in from_checkpoint:
-            sources[prefix] = "the checkpoint that is resumed"
+            sources[prefix] = "a checkpoint, filled in below"
         elif not spec.meta_init:
             sources[prefix] = _described_source(spec)
         elif (source := resolve_source(spec.source)) is not None:
@@ -149,6 +149,7 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
         apply_freeze(model, bound.specs[name])
     if bound.container_class is None:
         (name, model), *_ = components.items()
+        _check_key_map(model, bound.specs[name])
         return BuiltModel(
             model=model.train(), sub_models={"": model}, checkpointed=("",), specs={"": bound.specs[name]}
         )
@@ -171,9 +172,24 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
             f"(checkpointed here: {', '.join(built.checkpointed)})",
             key=f"model.models.{lost[0]}.freeze",
         )
+    for name in built.checkpointed:
+        _check_key_map(built.sub_models[name], built.specs[name])
     if not built.trainable:
         raise ConfigError("every sub-model is frozen: there is nothing to train", key="model.models")
     return built
+
+
+def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:
+    """What is trained will be exported: a name that has no place in a weight file is better known before the run."""
+    if model.key_map is None:
+        return
+    uncovered = get_key_map(model.key_map).uncovered(model.weight_root().state_dict(), to="source")
+    if uncovered:
+        raise ConfigError(
+            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which so could "
+            f"never be exported: {', '.join(sorted(uncovered)[:3])}",
+            key=spec.key,
+        )
 
 
 def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:

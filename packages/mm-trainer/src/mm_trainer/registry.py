@@ -10,7 +10,9 @@ the decorators here, in a module that ``training.plugin`` names::
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -130,11 +132,14 @@ def load_dataset_factory(name: str) -> DatasetFactory:
 
 
 def import_plugin(module: str) -> None:
-    """Import a module of ``training.plugin``, so that its decorators run.
+    """Import a module of ``training.plugin``, so that its decorators run. It may lie in the current folder, whether the
+    interpreter was started as ``python -m`` or by a script.
 
     Raises:
         PluginError: with the cause.
     """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         importlib.import_module(module)
     except Exception as error:

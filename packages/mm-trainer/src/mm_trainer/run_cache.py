@@ -78,6 +78,6 @@ def write_caches(
 
     def progress(done: int, total: int) -> None:
         if mesh.rank == 0:
-            log.info("%d of %d samples encoded", done, total)
+            log.info("%d of %d micro-batches of this rank encoded", done, total)
 
     return make_cache(config, bound, mesh, encode, container.input_spec(), variants=variants, progress=progress)

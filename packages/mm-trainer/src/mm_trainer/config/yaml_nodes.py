@@ -102,6 +102,9 @@ def parse_yaml(text: str, file: str, *, has_lines: bool = True) -> Node:
         mark = error.context_mark if is_quote else error.problem_mark
         said = ", ".join(part for part in (error.context, error.problem) if part)
         line = mark.line + 1 if mark is not None and has_lines else None
+        if error.context == "while parsing a flow mapping" and mark is not None:
+            is_bare = "${" in text.splitlines()[mark.line]
+            said += ' (inside braces, a value with ${…} needs quotes: "${NAME}/folder")' if is_bare else ""
         raise ConfigError(f"not valid YAML: {said}", file=file, line=line) from error
     except yaml.YAMLError as error:  # the reader's: a character that YAML doesn't allow
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", file=file) from error

@@ -136,7 +136,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS
     if not path.is_file():
         raise DataError(f"no cache at {folder.absolute()}: make one with `mm-trainer cache`")
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: damaged ({error})") from error
     if settings.get("format") != FORMAT:
         raise DataError(f"{folder}: a cache of format {settings.get('format')}, this version reads {FORMAT}")
     return settings
@@ -198,16 +201,19 @@ def _match(dataset: MapDataset, fingerprints: NDArray[Any]) -> tuple[NDArray[np.
 
 
 def _read_index(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     path = folder / INDEX
     if not path.is_file():
         raise DataError(
             f"{folder}: the cache isn't finished: run `mm-trainer cache` again, it goes on where it stopped"
         )
-    with safe_open(path, framework="np") as file:
-        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        extra = {name: json.loads(value) for name, value in file.metadata().items()}
+    try:
+        with safe_open(path, framework="np") as file:
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            extra = {name: json.loads(value) for name, value in file.metadata().items()}
+    except SafetensorError as error:
+        raise DataError(f"{path}: damaged ({error}): delete it and run `mm-trainer cache` again") from error
     width = columns["fingerprint"].shape[1]
     columns["fingerprint"] = np.ascontiguousarray(columns["fingerprint"]).view(f"S{width}")[:, 0]
     return columns, extra

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from mm_trainer.contracts.dataset import MapDataset
+from mm_trainer.data.report import Naming
 
 EDGE = 1 << 16
 """Bytes of a file's head and tail that are looked at; a clip that changes, changes its index at one of the ends."""
@@ -26,6 +27,16 @@ class Fingerprinted(Protocol):
 def sample_fingerprint(dataset: MapDataset, index: int) -> str:
     """A sample's own fingerprint, or its number where the data set knows none."""
     return dataset.fingerprint(index) if isinstance(dataset, Fingerprinted) else f"sample-{index}"
+
+
+def names_digest(dataset: MapDataset) -> int | None:
+    """Digest of the samples' names in their order; None for a data set that has none."""
+    if not isinstance(dataset, Naming):
+        return None
+    digest = hashlib.blake2b(digest_size=7)
+    for index in range(len(dataset)):
+        digest.update(dataset.name(index).encode("utf-8", "surrogateescape") + b"\0")
+    return int.from_bytes(digest.digest(), "little")
 
 
 def weights_digest(path: Path) -> bytes:

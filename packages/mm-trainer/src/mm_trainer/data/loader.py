@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import BadSampleLog, OnBadSample, SampleReader, join
+from mm_trainer.data.fingerprints import names_digest
 from mm_trainer.data.order import DataOrder, SampleTable
 from mm_trainer.data.report import Naming, Reporting
 from mm_trainer.errors import DataError
@@ -93,6 +94,7 @@ class BatchLoader:
             logger.info(
                 "%d of %d samples of an epoch are repeats, to fill up batches", repeats, self.order.samples_per_epoch
             )
+        self._names = names_digest(dataset)
         self._yielded = 0
         """Micro-batches of this rank since the start of the run."""
 
@@ -146,6 +148,8 @@ class BatchLoader:
         return {
             "step": self.step if step is None else step,
             "samples_per_step": self.order.samples_per_step,
+            "micro_batch_size": self.micro_batch_size,
+            "names_digest": self._names,
             "num_samples": len(self.order.samples),
             "samples_digest": self.order.samples.digest,
             "seed": self.order.seed,
@@ -157,11 +161,15 @@ class BatchLoader:
         Raises:
             DataError: an entry is missing, or the saved run had other data, another seed or another global batch.
         """
-        ours = self.state_dict()
+        ours, state = self.state_dict(), {"names_digest": None, **state}
+        if self.order.samples.bucket.max() == 0:  # one bucket: the micro-batch size doesn't change the order
+            state = {**state, "micro_batch_size": self.micro_batch_size}
+        if None not in (state["names_digest"], self._names) and state["names_digest"] != self._names:
+            logger.warning("samples were renamed, replaced or moved since the checkpoint: the order is by their places")
         missing = sorted(set(ours) - set(state))
         if missing:
             raise DataError(f"the checkpoint lacks the data position: no {', '.join(missing)}")
-        samples, batch = "num_samples", "samples_per_step"
+        samples, batch, micro = "num_samples", "samples_per_step", "micro_batch_size"
         reasons = {
             f"the data set has changed ({state[samples]} samples then, {ours[samples]} now)": (
                 samples,
@@ -169,6 +177,7 @@ class BatchLoader:
             ),
             f"the global batch was {state[batch]}, is {ours[batch]} (micro_batch_size × data ranks × "
             "gradient_accumulation_steps)": (batch,),
+            f"micro_batch_size was {state[micro]}, is {ours[micro]}, which deals several buckets otherwise": (micro,),
             f"the seed was {state['seed']}, is {ours['seed']}": ("seed",),
         }
         broken = [reason for reason, names in reasons.items() if any(state[name] != ours[name] for name in names)]

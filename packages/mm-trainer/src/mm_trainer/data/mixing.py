@@ -9,7 +9,7 @@ import numpy as np
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.fingerprints import sample_fingerprint
-from mm_trainer.data.report import DataReport, copy_report
+from mm_trainer.data.report import DataReport, Naming, copy_report
 
 
 class MixedDataset:
@@ -54,6 +54,12 @@ class MixedDataset:
     def load(self, index: int, sample_key: int) -> Mapping[str, Any]:
         dataset, inner = self._locate(index)
         return dataset.load(inner, sample_key)
+
+    def name(self, index: int) -> str:
+        """The inner data set's, if it has names."""
+        which, inner = self._place(index)
+        dataset = self.datasets[which]
+        return dataset.name(inner) if isinstance(dataset, Naming) else f"sample {inner} of data set {which}"
 
     def fingerprint(self, index: int) -> str:
         """The inner data set's, and which one that is: each has settings of its own. A repeated sample is one."""

@@ -155,6 +155,7 @@ def scan(
 
 def scan_tables(result: ScanResult) -> list[Table]:
     """The report as tables for a terminal: rows, buckets, steps."""
+    from rich.markup import escape
     from rich.table import Table
 
     rows = Table("rows", "count", "which", title="Data set")
@@ -162,14 +163,14 @@ def scan_tables(result: ScanResult) -> list[Table]:
     for entry in result.report.skipped.values():
         kind = "bad" if entry.bad else "left out"
         more = f"\nand {entry.count - len(entry.examples)} more" if entry.count > len(entry.examples) else ""
-        rows.add_row(f"{kind}: {entry.reason}", f"{entry.count:,}", "\n".join(entry.examples) + more)
+        rows.add_row(escape(f"{kind}: {entry.reason}"), f"{entry.count:,}", escape("\n".join(entry.examples) + more))
     if result.full_texts:
         rows.add_row("captions that fill the text encoder", f"{result.full_texts:,}", "what is longer is cut")
     buckets = Table("bucket", "samples", "share", "tokens", title="Buckets")
     total = sum(bucket.samples for bucket in result.buckets)
     for bucket in result.buckets:
         share = f"{'█' * round(20 * bucket.samples / total)} {bucket.samples / total:.1%}"
-        buckets.add_row(bucket.bucket, f"{bucket.samples:,}", share, f"{bucket.tokens:,}")
+        buckets.add_row(escape(bucket.bucket), f"{bucket.samples:,}", share, f"{bucket.tokens:,}")
     steps = Table("steps per epoch", "repeats", "tokens per step (least, mean, most)", "waiting", title="Steps")
     least, mean, most = result.step_tokens
     steps.add_row(
