@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -36,16 +35,13 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_light_commands_import_no_torch(source: Path) -> None:
-    """--help in half a second, and inspect of safetensors in one (processor time: the machine may be busy)."""
+    """--help and inspect of safetensors: what would make them slow."""
     code = "import sys; from mm_checkpoint import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
-    for arguments, limit in [(["--help"], 0.5), (["convert", "--help"], 0.5), (["inspect", str(source)], 1.0)]:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for arguments in (["--help"], ["convert", "--help"], ["inspect", str(source)]):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
         )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0, done.stderr
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit
 
 
 def test_help_names_every_command(mm_checkpoint: Any) -> None:

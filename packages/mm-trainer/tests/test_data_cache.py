@@ -15,11 +15,14 @@ import pytest
 import torch
 from data_clips import WordTokenizer, context, write_clip
 from data_fakes import NumberDataset
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from mm_trainer.contracts.dataset import MapDataset
+from mm_trainer.data.bad_samples import Loaded
 from mm_trainer.data.cache import UNKNOWN, CachedDataset
+from mm_trainer.data.cache_shards import ShardWriter
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
 from mm_trainer.data.fingerprints import weights_digest
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
@@ -260,3 +263,16 @@ def test_damaged_files_of_the_cache_itself_are_named(tmp_path: Path) -> None:
     (tmp_path / "cache/cache.json").write_text("")
     with pytest.raises(DataError, match=r"cache\.json: damaged"):
         CachedDataset(tmp_path / "cache")
+
+
+def test_jobs_on_other_ranks_do_not_overwrite_each_others_shards(tmp_path: Path) -> None:
+    keys = [f"{number:032x}" for number in range(4)]
+    located = []
+    for indices in ((0, 1), (0, 2)):
+        writer = ShardWriter(tmp_path, keys, variants=1, padded=set(), shard_bytes=1 << 30, writes=True)
+        for index in indices:
+            writer.add([(index, index)], [Loaded({}, ())], {"x": torch.tensor([[float(index)]])})
+        writer.flush()
+        located.append(writer.located)
+    for key, shard in (pair for part in located for pair in part.items()):
+        assert f"{key}/0/x" in load_file(tmp_path / shard)

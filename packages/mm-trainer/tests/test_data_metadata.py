@@ -125,9 +125,30 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
     ]
 
 
+def test_folders_behind_links_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
+    """A circle of links ends; macOS leaves `._` files on disks of other systems."""
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder, name in ((data, "b"), (elsewhere, "a")):
+        folder.mkdir()
+        (folder / f"{name}.mp4").touch()
+        write(folder / f"{name}.txt", name)
+    (data / "._b.mp4").touch()
+    (data / "part").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(data)
+    table = read_table(data)
+    assert [table.media(row) for row in range(len(table))] == ["b.mp4", "part/a.mp4"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("m.json", "[" * 100_000, r"m\.json:1: too deeply nested"),
+        ("m.jsonl", "[" * 100_000, r"m\.jsonl:1: too deeply nested"),
+        (
+            "m.jsonl",
+            f'{{"video": "a", "prompt": "b", "fps": {"9" * 400}}}',
+            r"m\.jsonl:1: fps: expected a number, got",
+        ),
         ("m.csv", "clip,prompt\na,b\n", r"m\.csv:1: no media column; expected one of video, .* found clip, prompt"),
         ("m.csv", "video,prompt\na.mp4,b,c\n", r"m\.csv:2: 3 fields, the header has 2"),
         ("m.csv", "video,prompt\na.mp4,b\n ,c\n", r"m\.csv:3: video: expected a path, got ' '"),

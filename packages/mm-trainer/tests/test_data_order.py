@@ -125,7 +125,7 @@ def test_state_of_another_run_is_refused() -> None:
 
 
 def test_another_micro_batch_size_goes_on_with_one_bucket_only() -> None:
-    """With several, the micro-batch size decides what a step holds: samples of the epoch would be lost or come twice."""
+    """With several, it decides what a step holds: samples of the epoch would be lost, others come twice."""
     for buckets, fits in (([0] * 8, True), ([0, 1] * 8, False)):
         saved = BatchLoader(NumberDataset(buckets), micro_batch_size=2, seed=3).state_dict()
         other = BatchLoader(NumberDataset(buckets), micro_batch_size=1, accumulation=2, seed=3)

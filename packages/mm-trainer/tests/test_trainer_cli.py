@@ -55,19 +55,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 # --- answers ------------------------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys, time; start = time.process_time()\n"
+        "import sys\n"
         "sys.argv = ['mm-trainer', '--help']\n"
         "from mm_trainer.cli import main\n"
         "try: main()\n"
         "except SystemExit as done: assert not done.code\n"
         "heavy = [m for m in ('torch', 'numpy', 'pydantic', 'yaml') if m in sys.modules]\n"
-        "print('HEAVY', heavy, 'SECONDS', time.process_time() - start)"
+        "print('HEAVY', heavy)"
     )
     done = run_cli([], tmp_path, python=("-c", code))
     assert "HEAVY []" in done.out
-    assert float(done.out.split("SECONDS")[1]) < 0.5
 
 
 def test_check_shows_ranks_batch_and_sub_models(main: Main, tmp_path: Path) -> None:

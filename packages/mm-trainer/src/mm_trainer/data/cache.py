@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,6 +260,6 @@ def write_index(
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside its place and rename it there."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two jobs may write one cache
     write(partial)
     partial.replace(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,7 @@ def _convert_plain(name: str, values: Sequence[Any]) -> Sequence[Any] | NDArray[
     if name in NUMBER_COLUMNS and kinds <= {str, int, float}:
         try:
             numbers = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         return numbers if np.all(numbers >= 0) and np.all(numbers < LARGEST) else None
     if name in TEXT_COLUMNS and kinds == {str} and LIST_SEPARATOR not in "".join(values):
@@ -216,7 +217,7 @@ def _media_value(value: Any) -> str:
     if value is ABSENT:
         raise ValueError("missing")
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"expected a path, got {value!r}")
+        raise ValueError(f"expected a path, got {reprlib.repr(value)}")
     return _join_texts([value])
 
 
@@ -226,7 +227,9 @@ def _caption_value(value: Any) -> str:
         raise ValueError("missing")
     texts = value if isinstance(value, list) else [value]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f'expected text or a list of texts, got {value!r} (an empty caption is written "")')
+        raise ValueError(
+            f'expected text or a list of texts, got {reprlib.repr(value)} (an empty caption is written "")'
+        )
     return _join_texts(texts)
 
 
@@ -235,7 +238,7 @@ def _optional_text(value: Any) -> str:
         return ""
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected text or a list of texts, got {value!r}")
+        raise ValueError(f"expected text or a list of texts, got {reprlib.repr(value)}")
     return _join_texts(texts)
 
 
@@ -250,8 +253,8 @@ def _number_value(value: Any) -> float:
         return math.nan
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"expected a number, got {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"expected a number, got {reprlib.repr(value)}") from None
     if isinstance(value, bool) or not 0 <= number < LARGEST:
-        raise ValueError(f"expected a number of at least 0 and below 2³¹, got {value!r}")
+        raise ValueError(f"expected a number of at least 0 and below 2³¹, got {reprlib.repr(value)}")
     return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,14 +91,18 @@ def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
         found = find_columns(header)
         check_columns(found, header, f"{path}:1", require_caption=require_caption)
         builder.names = {ours: header[index] for ours, index in found.items()}
-        if twice := [name for name in builder.names.values() if header.count(name) > 1]:
-            raise DataError(f"{path}:1: two columns are called {twice[0]}")
+        _refuse_repeated(header, builder.names.values(), f"{path}:1")
         for lines, rows in _csv_chunks(path, reader):
             if set(map(len, rows)) != {len(header)}:
                 line, row = next(pair for pair in zip(lines, rows, strict=True) if len(pair[1]) != len(header))
                 raise DataError(f"{path}:{line}: {len(row)} fields, the header has {len(header)}")
             columns = list(zip(*rows, strict=True))
             builder.add({ours: columns[index] for ours, index in found.items()}, lines)
+
+
+def _refuse_repeated(header: Sequence[str], used: Iterable[str], where: str) -> None:
+    if twice := [name for name in used if header.count(name) > 1]:
+        raise DataError(f"{where}: two columns are called {twice[0]}")
 
 
 def _csv_chunks(path: Path, reader: Any) -> Iterator[tuple[Sequence[int], list[list[str]]]]:
@@ -128,6 +133,8 @@ def _read_jsonl(path: Path, builder: TableBuilder, require_caption: bool) -> Non
                         yield number, json.loads(line)
                     except json.JSONDecodeError as error:
                         raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+                    except RecursionError:
+                        raise DataError(f"{path}:{number}: too deeply nested") from None
 
     _add_objects(path, rows(), builder, require_caption)
 
@@ -156,6 +163,8 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+        except RecursionError:
+            raise DataError(f"{path}:{line}: too deeply nested") from None
         yield line, value
 
 
@@ -192,6 +201,7 @@ def _read_parquet(path: Path, builder: TableBuilder, require_caption: bool) -> N
             found = find_columns(header)
             check_columns(found, header, str(path), require_caption=require_caption)
             builder.names = {ours: header[index] for ours, index in found.items()}
+            _refuse_repeated(header, builder.names.values(), str(path))
             start = 1
             for batch in file.iter_batches(batch_size=CHUNK, columns=list(builder.names.values())):
                 values = batch.to_pydict()
@@ -221,8 +231,20 @@ def _read_list(path: Path, require_caption: bool) -> Table:
     return join_tables(tables)
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All files but hidden ones, through links to folders too; a folder that is come by twice is read once."""
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in files if not name.startswith("."))
+
+
 def _read_folder(path: Path, require_caption: bool) -> Table:
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES)
+    files = sorted(file for file in _files_below(path) if file.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES)
     builder = TableBuilder(path)
     builder.names = {"media": "file", "caption": "caption file"}
     captions = []
