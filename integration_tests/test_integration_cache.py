@@ -43,7 +43,7 @@ def test_the_loss_trace_is_that_of_training_from_clips(run_ranks, workspace: Wor
         command, env={**os.environ, **workspace.environ}, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("encoded=4, found=0") == 2, "training and validation set"
+    assert result.stderr.count("4 samples encoded, 0 were there") == 2, "training and validation set"
     on_meta = run_ranks(train_and_describe, 2, workspace.environ, cached, preload=PRELOAD)[0]
     assert on_meta == {"ae": True, "text_encoder": True, "predictor": False}
 

@@ -177,6 +177,19 @@ def test_metadata_that_does_not_add_up(run: Path) -> None:
         load_weights(toys.make_toy(), run / "iter_0000002")
 
 
+def test_what_an_export_leaves_can_be_verified(run: Path, tmp_path: Path) -> None:
+    """Also without a pipeline around it: the models inside are checked."""
+    export(run, tmp_path / "out", key_maps={"ckpt_toy": toys.KEY_MAP})
+    result = verify(tmp_path / "out")
+    assert result.ok
+    assert result.checked
+    shard = next((tmp_path / "out").rglob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert any(shard.name in problem for problem in verify(tmp_path / "out").problems)
+
+
 def test_an_export_folder_cannot_leave_the_destination(run: Path, tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "bad")
     for step, folder in enumerate(["../outside", "/abs", ".", "manifest.json"], 1):

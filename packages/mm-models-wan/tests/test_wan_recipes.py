@@ -9,6 +9,7 @@ import pytest
 
 from mm_trainer.check import check
 from mm_trainer.config import load_config
+from mm_trainer.errors import ConfigError
 
 RECIPES = sorted(Path(str(resources.files("mm_models_wan.recipes"))).glob("*x.yaml"))
 BILLIONS = {"t2v_a14b": 14.288, "i2v_a14b": 14.289, "t2v_5b": 5.000, "ti2v_5b": 5.000}
@@ -33,3 +34,17 @@ def test_recipe_for_8_devices_passes_check(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem.endswith("_64x")], ids=lambda r: r.stem)
 def test_recipe_for_64_devices_passes_check(recipe: Path) -> None:
     passes(recipe, 64)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "message"), [("null", "give one of buckets and max_pixels"), ("[[7, 11, 13, 14]]", "buckets")]
+)
+def test_data_is_checked_where_no_weights_are(monkeypatch: pytest.MonkeyPatch, buckets: str, message: str) -> None:
+    """On a laptop: the shapes of this recipe follow from weights, the data set's own rules from nothing."""
+    monkeypatch.delenv("WAN", raising=False)
+    monkeypatch.delenv("CLIPS", raising=False)
+    recipe = "recipe:wan2_2/tiny_t2v"
+    checked = check(load_config(recipe, []), 2, require_files=False)
+    assert checked.built is None
+    with pytest.raises(ConfigError, match=message):
+        check(load_config(recipe, [f"data.dataset_param.buckets={buckets}"]), 2, require_files=False)

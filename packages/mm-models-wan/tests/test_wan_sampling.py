@@ -85,3 +85,16 @@ def test_images_that_do_not_fit_the_model_are_refused(tiny_wan: Path, tiny_i2v: 
         text(SampleRequest("a cat", image=picture, **size))
     with pytest.raises(InputError, match=r"no model_index\.json"):
         WanSampler(tiny_wan / "vae")
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"height": 50}, "height 50: .* makes multiples of 16, such as 64"),
+        ({"width": 70}, "width 70: .* such as 80"),
+        ({"frames": 8}, r"frames 8: .* makes 4·k \+ 1, such as 5"),
+    ],
+)
+def test_sizes_that_the_model_cannot_make_are_refused(tiny_wan: Path, size: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        WanSampler(tiny_wan, dtype="fp32")(SampleRequest("a cat", **{**SIZE, **size}))

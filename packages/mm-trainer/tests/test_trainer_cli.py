@@ -223,11 +223,18 @@ def test_the_launcher_gets_the_plan_and_returns_the_ranks_code(
 
     monkeypatch.setattr(jobs, "launch", fake)
     config = write(tmp_path, SINGLE)
-    done = main("train", config, "training.grace_time_s=5", "--nproc-per-node", "2", "--max-restarts", "3", "--dry-run")
+    settings, ranks = (
+        ("training.grace_time_s=5", "training.load=auto"),
+        ("--nproc-per-node", "2", "--max-restarts", "3"),
+    )
+    done = main("train", config, *settings, *ranks, "--dry-run")
     assert done.code == 2
     ((plan, command),) = seen
     assert (plan.world_size, plan.max_restarts, plan.grace_time_s) == (2, 3, 5.0)
-    assert command == ["-m", "mm_trainer", "train", config, "training.grace_time_s=5", "--dry-run"]
+    assert command == ["-m", "mm_trainer", "train", config, *settings, "--dry-run"]
+    done = main("train", config, *ranks)
+    assert (done.code, len(seen)) == (2, 1)
+    assert "--max-restarts: ranks that start again can only go on with training.load=auto" in done.err
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------

@@ -67,6 +67,9 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(run_ranks, config: str,
     assert [record["step"] for record in records] == list(range(1, 9))
     assert records[0]["samples"] == 4
 
+    records = run_ranks(train_rank, 2, {}, [*warm, "training.load=auto", "training.train_iters=9"], config)[0]
+    assert [record["step"] for record in records] == list(range(1, 10)), "started again, it goes on from its own"
+
     still = ["training.lr=0", "training.ema.enable=true", f"training.save={tmp_path / 'still'}"]
     run_ranks(train_rank, 2, {}, [f"training.init_from={run}", *still], config)
     state = read_checkpoint(tmp_path / "still" / "iter_0000008")

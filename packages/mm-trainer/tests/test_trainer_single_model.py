@@ -125,6 +125,26 @@ def test_a_bad_step_is_skipped_where_the_policy_says_so(run_ranks, config: str) 
     assert records[0]["loss"] == pytest.approx(sum(finite[:3]) / 3), "the skipped step doesn't spoil its window"
 
 
+def test_a_bad_loss_with_good_gradients_is_left_out_too(run_ranks, config: str) -> None:
+    """One rank's sample: every rank stops, or goes on with the weights of the step before."""
+    infinite = ["model.model_id=single_infinite", "training.save_interval=1", "training.keep_last=-1"]
+    with pytest.raises(AssertionError, match=r"step 3: .* the loss isn't finite for sample \d+, position 9 of") as info:
+        run_ranks(train_rank, 2, {}, [*infinite, "training.log_interval=4"], config)
+    assert str(info.value).count("TrainingFault: step 3") >= 2, "both ranks say it"
+
+    save = Path(config).parent / "skipped"
+    skip = [*infinite, "training.nan_policy=skip", f"training.save={save}"]
+    records = run_ranks(train_rank, 2, {}, skip, config)[0]
+    assert records[-1]["skipped_steps"] == 1
+    before, after = (read_checkpoint(save / f"iter_000000{step}") for step in (2, 3))
+    assert all(before[name].equal(after[name]) for name in before if name.startswith("model."))
+
+
+def test_batched_conditions_need_a_pipeline(run_ranks, config: str) -> None:
+    with pytest.raises(AssertionError, match=r"training\.condition_mbs: .* this model has none: leave it at 1"):
+        run_ranks(train_rank, 1, {}, ["training.condition_mbs=2"], config)
+
+
 def test_ema_follows_the_weights_and_survives_a_resume(run_ranks, config: str, tmp_path: Path) -> None:
     """The average after 8 steps equals the recurrence over the checkpoints of every step, resumed or not."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,18 @@ class PlainRegressor(Regressor):
 
     def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
         return SimpleNamespace(loss=super().forward(**batch).loss, logits=None)
+
+
+@register_model("single_infinite")
+class InfiniteRegressor(Regressor):
+    """The loss of one sample is infinite, and no gradient is: it comes by a constant."""
+
+    def forward(self, sample_key: Tensor, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
+        output = super().forward(sample_key=sample_key, **batch)
+        assert output.per_sample is not None
+        extra = torch.where(sample_key == 9, torch.inf, 0.0)
+        per_sample = replace(output.per_sample, loss=output.per_sample.loss + extra)
+        return replace(output, loss=output.loss + extra.sum(), per_sample=per_sample)
 
 
 @register_dataset("single_rows")

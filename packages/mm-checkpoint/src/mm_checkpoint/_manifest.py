@@ -81,3 +81,10 @@ def find_damage(folder: Path, *, checksums: bool = False, on_bytes: Any = None) 
         elif checksums and expected.checksum and checksum_file(file, on_bytes).checksum != expected.checksum:
             found.append(f"{file}: its bytes have changed since they were written (checksum)")
     return found
+
+
+def exported_parts(path: Path) -> list[Path]:
+    """The models inside a folder that is none itself, as an export without a pipeline around it leaves them."""
+    if any(child.is_file() for child in path.iterdir()):
+        return []
+    return sorted(child for child in path.iterdir() if (child / MANIFEST_NAME).is_file())

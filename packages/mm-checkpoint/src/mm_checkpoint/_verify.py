@@ -10,7 +10,7 @@ from mm_checkpoint import _discovery
 from mm_checkpoint._dcp_metadata import METADATA_NAME
 from mm_checkpoint._dcp_reader import DcpSource
 from mm_checkpoint._files import CHECKSUM, read_json, safe_join
-from mm_checkpoint._manifest import MANIFEST_NAME, find_damage, read_manifest
+from mm_checkpoint._manifest import MANIFEST_NAME, exported_parts, find_damage, read_manifest
 from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.sources import find_source
 
@@ -59,6 +59,9 @@ def _verify_any(result: Verification, path: Path, on_bytes: Callable[[int], None
             folder = safe_join(path, name, found_in=str(index))
             if (folder / MANIFEST_NAME).is_file() or (folder.is_dir() and _has_weights(folder)):
                 _verify_any(result, folder, on_bytes)
+    elif path.is_dir() and (parts := exported_parts(path)):
+        for folder in parts:
+            _verify_any(result, folder, on_bytes)
     else:
         _verify_structure(result, path)
         result.notes.append(f"{path}: no checksums are recorded, so only its structure was checked")

@@ -95,9 +95,10 @@ class WanSampler:
             (3, frames, height, width) float32 in [0, 1], on the CPU.
 
         Raises:
-            InputError: an image is missing, or given to a model that takes none.
+            InputError: an image is missing, or given to a model that takes none; a size that the model can't make.
         """
         self._check_images(request)
+        self._check_sizes(request)
         settings = self.settings
         arguments: dict[str, Any] = {
             "prompt": request.prompt,
@@ -130,6 +131,21 @@ class WanSampler:
             raise InputError(f"{self.folder} is a text-to-video model: a request can't have an image")
         if request.last_image is not None and self.kind != "I2V-A14B":
             raise InputError(f"{self.folder}: only image-to-video models take a last frame")
+
+    def _check_sizes(self, request: SampleRequest) -> None:
+        model = self._text.transformer or self._text.transformer_2
+        unit, stride = (
+            self._text.vae_scale_factor_spatial * model.config.patch_size[1],
+            self._text.vae_scale_factor_temporal,
+        )
+        for name, side in (("height", request.height), ("width", request.width)):
+            if side % unit:
+                raise InputError(
+                    f"{name} {side}: {self.folder} makes multiples of {unit}, such as {-(-side // unit) * unit}"
+                )
+        if (request.frames - 1) % stride:
+            near = (request.frames - 1) // stride * stride + 1
+            raise InputError(f"frames {request.frames}: {self.folder} makes {stride}·k + 1, such as {near}")
 
     def _image_pipeline(self) -> Any:
         from diffusers import WanImageToVideoPipeline

@@ -73,11 +73,17 @@ def check(config: TrainerConfig, world_size: int, *, require_files: bool) -> Che
         built = _build(bound, seed=config.training.seed)
         _check_patterns(resolved, built)
         _check_heads(resolved, built)
-        _check_data(bound, built)
+        _check_data(bound, built.model.input_spec())
     except ConfigError as error:
         unknown = _unknown_shapes(error, bound)
         if unknown is None:
             raise locate(config, error) from error
+        from mm_trainer.contracts.spec import InputSpec
+
+        try:
+            _check_data(bound, InputSpec())  # what holds for every model
+        except ConfigError as mistake:
+            raise locate(config, mistake) from mistake
         notes.append(
             f"the shapes of {unknown} are not known (its weights aren't here and no architecture is given): "
             "patterns and sizes are not checked"
@@ -131,9 +137,8 @@ def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:
                 raise from_value_error(config.document, error, ("parallel",)) from error
 
 
-def _check_data(bound: BoundConfig, built: BuiltModel) -> None:
-    """Frames and sizes of the samples against the models' strides."""
-    spec = built.model.input_spec()
+def _check_data(bound: BoundConfig, spec: InputSpec) -> None:
+    """The data sets' own rules, and frames and sizes of the samples against the models' strides."""
     for binding in (*bound.datasets, *bound.val_datasets):
         if isinstance(binding.factory, ChecksInputSpec):
             try:

@@ -77,8 +77,12 @@ def train(
     """
     from mm_trainer.jobs import Job, Ranks, run_job
 
+    def check_restarts(loaded: TrainerConfig) -> None:
+        if max_restarts and loaded.training.load != "auto":
+            raise InputError("--max-restarts: ranks that start again can only go on with training.load=auto")
+
     flags = ["--dry-run"] if dry_run else []
-    job = Job("train", "mm_trainer.run:train", config, overrides or [], {"dry_run": dry_run}, flags)
+    job = Job("train", "mm_trainer.run:train", config, overrides or [], {"dry_run": dry_run}, flags, check_restarts)
     raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 

@@ -187,7 +187,7 @@ def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:
     if uncovered:
         raise ConfigError(
             f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which so could "
-            f"never be exported: {', '.join(sorted(uncovered)[:3])}",
+            f"never be exported: {', '.join(sorted(uncovered)[:3])}{', …' if len(uncovered) > 3 else ''}",
             key=spec.key,
         )
 

@@ -37,6 +37,7 @@ from mm_trainer.engine.state import CheckpointIO, Progress
 from mm_trainer.engine.stepping import Stepping
 from mm_trainer.engine.window import memory_figures
 from mm_trainer.environment_report import environment_report
+from mm_trainer.errors import ConfigError
 from mm_trainer.hub import BuiltModel, build_model
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def make_engine(
         folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
     )
     resume_from = manager.resolve(training.load) if training.load is not None else None
-    warm_start = manager.resolve(training.init_from) if training.init_from is not None else None
+    is_first = resume_from is None
+    warm_start = manager.resolve(training.init_from) if training.init_from is not None and is_first else None
     built = build_model(
         bound,
         mesh,
@@ -136,7 +138,7 @@ def make_engine(
             first_step=progress.step,
             enabled=main_rank,
         ),
-        requests=RequestWatcher(folder),
+        requests=RequestWatcher(None if dry_run else folder),
         profiles=_make_profiles(config, mesh, built, optimizers),
         validation=(
             build_validation(config, bound, mesh, built.model.input_spec())
@@ -224,7 +226,12 @@ def _batches(loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mes
     training = config.training
     if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
         return iter(loader)
-    pipeline: Any = built.model.pipeline
+    pipeline: Any = getattr(built.model, "pipeline", None)
+    if pipeline is None:
+        raise ConfigError(
+            "conditions are made by a container's pipeline, and this model has none: leave it at 1",
+            key="training.condition_mbs",
+        )
 
     def prepare(batch: Batch) -> Any:
         with pipeline.phase("conditions"):

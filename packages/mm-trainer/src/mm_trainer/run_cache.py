@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from mm_trainer.hub import build_model
 from mm_trainer.run import frozen_names, pick_device, process_group, set_up_logging
 
 log = logging.getLogger(__name__)
+
+PROGRESS_S = 10.0
+"""Seconds between two lines on how far it is."""
 
 
 def cache(config: TrainerConfig, *, variants: int = 1) -> int:
@@ -76,8 +80,12 @@ def write_caches(
             reset_frozen(built.sub_models[name])
         return {name: value.cpu() for name, value in conditions.items()}
 
+    said = time.monotonic()
+
     def progress(done: int, total: int) -> None:
-        if mesh.rank == 0:
+        nonlocal said
+        if mesh.rank == 0 and (done == total or time.monotonic() - said > PROGRESS_S):
+            said = time.monotonic()
             log.info("%d of %d micro-batches of this rank encoded", done, total)
 
     return make_cache(config, bound, mesh, encode, container.input_spec(), variants=variants, progress=progress)

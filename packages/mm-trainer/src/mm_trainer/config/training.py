@@ -91,7 +91,8 @@ class TrainingConfig(Section):
     no_load_optim: bool = False
     """Resume the weights only, with a fresh optimizer."""
     init_from: LocalPath | None = None
-    """Warm start: weights of an earlier run, step 0, fresh optimizer."""
+    """Warm start: weights of an earlier run, step 0, fresh optimizer. With `load: auto` only the first start is one;
+    once `save` holds a checkpoint, the run goes on from there."""
     init_model_with_meta_device: bool = True
     """Default of every sub-model's meta_init."""
 
@@ -133,11 +134,8 @@ class TrainingConfig(Section):
             raise ValueError(f"keep_last: expected -1 (keep all) or at least 1, got {self.keep_last}")
         if self.gradient_accumulation_steps == "auto" and self.global_batch_size is None:
             raise ValueError("gradient_accumulation_steps: auto follows from global_batch_size, which is not given")
-        if self.load is not None and self.init_from is not None:
-            raise ValueError(
-                "init_from: a warm start goes with no resume; remove it or `load` (with `load: auto` a restarted "
-                "run would be a resume, and its start a warm start)"
-            )
+        if self.load not in (None, "auto") and self.init_from is not None:
+            raise ValueError("init_from: a warm start goes with no resume; remove it, or say `load: auto`")
         if self.no_load_optim and self.load is None:
             raise ValueError("no_load_optim: nothing is loaded; give `load`, or use init_from for a warm start")
         if len(set(self.val_quantiles)) != len(self.val_quantiles):

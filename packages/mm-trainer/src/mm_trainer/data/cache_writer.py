@@ -72,6 +72,9 @@ class CacheReport:
     report: DataReport
     """Samples that couldn't be read, and those left out at opening."""
 
+    def __str__(self) -> str:
+        return "; ".join([f"{self.encoded} samples encoded, {self.found} were there", *self.report.lines()])
+
 
 def write_cache(
     folder: Path,

@@ -175,8 +175,8 @@ class BatchLoader:
                 samples,
                 "samples_digest",
             ),
-            f"the global batch was {state[batch]}, is {ours[batch]} (micro_batch_size × data ranks × "
-            "gradient_accumulation_steps)": (batch,),
+            f"the global batch was {state[batch]}, is {ours[batch]} (training.global_batch_size={state[batch]} with "
+            "training.gradient_accumulation_steps=auto keeps it)": (batch,),
             f"micro_batch_size was {state[micro]}, is {ours[micro]}, which deals several buckets otherwise": (micro,),
             f"the seed was {state['seed']}, is {ours['seed']}": ("seed",),
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -196,7 +197,10 @@ class TrainEngine:
         with timer.phase("forward"):
             output = ModelOutput.of(self.model(**to_device(batch, self.mesh.device)))
         with timer.phase("backward"):
-            (output.loss / self._accumulation).backward()
+            # A loss that isn't finite may have finite gradients. Through them it reaches the norm, on every rank, which
+            # the guard and the optimizers go by; the host waits for nothing. 1 changes no bit of other losses.
+            mark = torch.where(torch.isfinite(output.loss.detach()), 1.0, math.nan)
+            (output.loss * mark / self._accumulation).backward()
         self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)
         samples = len(batch["sample_key"]) * self.mesh.data_size
         window.add_micro_batch(output, samples)

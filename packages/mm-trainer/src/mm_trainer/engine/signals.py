@@ -72,7 +72,7 @@ class RequestWatcher:
     def _take(self, name: str) -> bool:
         assert self._folder is not None
         path = self._folder / name
-        if not path.exists():
+        if not path.is_file():
             return False
         path.unlink(missing_ok=True)
         log.info("found %s", path)

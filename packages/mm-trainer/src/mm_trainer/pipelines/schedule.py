@@ -133,6 +133,8 @@ class ContinuousSchedule(NoiseSchedule):
             raise ValueError(f"shift and std must be positive, got shift {shift} and std {std}")
         self.base, self.shift, self.mean, self.std = base, shift, mean, std
         self.noise_range = check_noise_range(noise_range)
+        if not self.probability(self.noise_range) > 0:
+            raise ValueError(f"the distribution has no mass in the range {list(self.noise_range)}")
 
     def _cdf(self, sigma: float) -> float:
         """Distribution function of the shifted, untruncated σ."""
