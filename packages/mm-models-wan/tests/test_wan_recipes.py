@@ -37,7 +37,8 @@ def test_recipe_for_64_devices_passes_check(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("buckets", "message"), [("null", "give one of buckets and max_pixels"), ("[[7, 11, 13, 14]]", "buckets")]
+    ("buckets", "message"),
+    [("null", "give one of buckets and max_pixels"), ("[[7, 11, 13, 14]]", "bucket .* expected")],
 )
 def test_data_is_checked_where_no_weights_are(monkeypatch: pytest.MonkeyPatch, buckets: str, message: str) -> None:
     """On a laptop: the shapes of this recipe follow from weights, the data set's own rules from nothing."""

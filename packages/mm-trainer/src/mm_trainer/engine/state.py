@@ -66,7 +66,8 @@ class CheckpointIO:
             "config": self._config,
             "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
         }
-        self._manager.save(progress.step, self._state(progress, data_state), manifest=manifest)
+        path = self._manager.save(progress.step, self._state(progress, data_state), manifest=manifest)
+        log.info("checkpoint of step %d: %s", progress.step, path)
 
     def _state(self, progress: Progress, data_state: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {
