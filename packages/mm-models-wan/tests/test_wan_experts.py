@@ -67,6 +67,7 @@ def test_an_export_takes_the_place_of_what_was_trained(tiny_wan: Path) -> None:
         ((0.2, 0.6), "transformer_2", "transformer_2"),
         ((0.5, 0.95), "transformer", "transformer"),
         ((0.5, 0.95), "transformer_2", "transformer_2"),
+        ((0.5, 1.0), "transformer_2", "transformer_2"),
         ((0.0, 1.0), "transformer_2", "transformer_2"),
     ):
         single = build_container(tiny_wan, Wan22Options(noise_range=noise_range), predictor=source)

@@ -75,11 +75,11 @@ def expert_of(noise_range: NoiseRange, release: WanRelease, in_channels: int) ->
     boundary = release.boundary or boundary_by_channels(in_channels)
     if boundary is None:
         return None
-    if lo >= boundary or (lo > 0 and hi == 1):
-        return "high"
-    if hi <= boundary or (lo == 0 and hi < 1):
-        return "low"
-    return release.expert  # on both sides of the boundary: still what it was
+    if lo >= boundary or hi <= boundary:
+        return "high" if lo >= boundary else "low"
+    if release.expert is not None:  # on both sides of the boundary: still what it was
+        return release.expert
+    return "low" if lo == 0 and hi < 1 else "high"
 
 
 def boundary_by_channels(in_channels: int) -> float | None:

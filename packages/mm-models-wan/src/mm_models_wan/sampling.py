@@ -134,10 +134,8 @@ class WanSampler:
 
     def _check_sizes(self, request: SampleRequest) -> None:
         model = self._text.transformer or self._text.transformer_2
-        unit, stride = (
-            self._text.vae_scale_factor_spatial * model.config.patch_size[1],
-            self._text.vae_scale_factor_temporal,
-        )
+        unit = self._text.vae_scale_factor_spatial * model.config.patch_size[1]
+        stride = self._text.vae_scale_factor_temporal
         for name, side in (("height", request.height), ("width", request.width)):
             if side % unit:
                 raise InputError(

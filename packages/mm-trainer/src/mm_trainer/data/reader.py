@@ -31,6 +31,7 @@ RATE_TOLERANCE = 0.05
 
 
 ASPECT_TOLERANCE = 0.05
+"""Relative: sizes rounded to multiples of 16 differ by a few percent, which nobody sees."""
 
 
 class MediaError(Exception):
