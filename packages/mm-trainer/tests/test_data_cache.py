@@ -24,7 +24,7 @@ from mm_trainer.data.bad_samples import Loaded
 from mm_trainer.data.cache import UNKNOWN, CachedDataset
 from mm_trainer.data.cache_shards import ShardWriter
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
-from mm_trainer.data.fingerprints import weights_digest
+from mm_trainer.data.fingerprints import THROUGHOUT, file_digest
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.pixels import to_pixels
 from mm_trainer.data.video import VideoDataset
@@ -111,12 +111,12 @@ def test_weights_that_changed_between_head_and_tail_are_others(tmp_path: Path) -
     path = tmp_path / "weights"
     for size in (1 << 20, 32 << 20):
         path.write_bytes(bytes(size))
-        before = weights_digest(path)
-        assert weights_digest(path) == before
+        before = file_digest(path, THROUGHOUT)
+        assert file_digest(path, THROUGHOUT) == before
         with path.open("r+b") as file:
             file.seek(size // 3)
             file.write(b"1" * (1 << 16))
-        assert weights_digest(path) != before
+        assert file_digest(path, THROUGHOUT) != before
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

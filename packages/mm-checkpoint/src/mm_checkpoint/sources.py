@@ -130,16 +130,19 @@ def sniff_format(path: str | Path) -> str:
     if _is_dcp(path):
         return "dcp"
     if (path / "model_index.json").is_file():
-        parts = sample(child.name for child in path.iterdir() if (child / "config.json").is_file())
-        raise SourceError(f"{path}: is a whole pipeline; name one of its folders: {parts}")
+        raise SourceError(f"{path}: is a whole pipeline; name one of its folders: {sample(_model_folders(path))}")
     config = _read_config(path) or {}
     if any(path.glob(f"{DIFFUSERS_STEM}*")) or "_diffusers_version" in config:
         return "diffusers"
     if any(path.glob("*.safetensors")) or any(f for suffix in _PICKLED for f in path.glob(f"*{suffix}")):
         return "hf"
-    models = [child.name for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
+    models = _model_folders(path)
     hint = f"; its folders {sample(models)} look like models" if models else ""
     raise SourceError(f"{path}: no weights in DCP, diffusers or hf form are there{hint}")
+
+
+def _model_folders(path: Path) -> list[str]:
+    return [child.name for child in sorted(path.iterdir()) if (child / "config.json").is_file()]
 
 
 def find_source(path: Path, declared: str = "auto", *, variant: str | None = None) -> WeightSource:

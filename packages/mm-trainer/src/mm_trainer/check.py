@@ -65,29 +65,19 @@ def check(config: TrainerConfig, world_size: int, *, require_files: bool) -> Che
         ConfigError: with file, line and key.
         mm_checkpoint.CheckpointError: a weight folder that can't be read.
     """
+    from mm_trainer.contracts.spec import InputSpec
+
     resolved = resolve(config, world_size)
     bound = bind(resolved, require_files=require_files)
     notes = list(bound.notes)
-    built = None
     try:
-        built = _build(bound, seed=config.training.seed)
-        _check_patterns(resolved, built)
-        _check_heads(resolved, built)
-        _check_data(bound, built.model.input_spec())
+        built = _build_if_known(bound, notes, seed=config.training.seed)
+        if built is not None:
+            _check_patterns(resolved, built)
+            _check_heads(resolved, built)
+        _check_data(bound, InputSpec() if built is None else built.model.input_spec())
     except ConfigError as error:
-        unknown = _unknown_shapes(error, bound)
-        if unknown is None:
-            raise locate(config, error) from error
-        from mm_trainer.contracts.spec import InputSpec
-
-        try:
-            _check_data(bound, InputSpec())  # what holds for every model
-        except ConfigError as mistake:
-            raise locate(config, mistake) from mistake
-        notes.append(
-            f"the shapes of {unknown} are not known (its weights aren't here and no architecture is given): "
-            "patterns and sizes are not checked"
-        )
+        raise locate(config, error) from error
     assert isinstance(bound.config, ResolvedConfig)  # bind keeps the class
     return Checked(bound.config, bound, built, tuple(notes))
 
@@ -96,6 +86,21 @@ def _build(bound: BoundConfig, *, seed: int) -> BuiltModel:
     from mm_trainer.hub import build_structure
 
     return build_structure(bound, seed=seed)
+
+
+def _build_if_known(bound: BoundConfig, notes: list[str], *, seed: int) -> BuiltModel | None:
+    """The structure; None, and a note, where shapes aren't known on this machine."""
+    try:
+        return _build(bound, seed=seed)
+    except ConfigError as error:
+        unknown = _unknown_shapes(error, bound)
+        if unknown is None:
+            raise
+    notes.append(
+        f"the shapes of {unknown} are not known (its weights aren't here and no architecture is given): "
+        "patterns and sizes are not checked"
+    )
+    return None
 
 
 def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:

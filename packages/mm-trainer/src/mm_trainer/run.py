@@ -87,8 +87,9 @@ def make_engine(
         folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
     )
     resume_from = manager.resolve(training.load) if training.load is not None else None
-    is_first = resume_from is None
-    warm_start = manager.resolve(training.init_from) if training.init_from is not None and is_first else None
+    warm_start = None
+    if resume_from is None and training.init_from is not None:
+        warm_start = manager.resolve(training.init_from)
     built = build_model(
         bound,
         mesh,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mm_trainer.data.build import build_tokenizer, open_datasets, worker_options
 from mm_trainer.data.cache import UNKNOWN, CachedDataset
 from mm_trainer.data.cache_writer import CacheOptions, CacheReport, Encode, write_cache
-from mm_trainer.data.fingerprints import weights_digest
+from mm_trainer.data.fingerprints import THROUGHOUT, file_digest
 from mm_trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _encoder_settings(spec: ModelSpec) -> dict[str, Any]:
     if source is not None:
         digest = hashlib.blake2b(json.dumps(source.config, sort_keys=True).encode(), digest_size=16)
         for path in source.files:
-            digest.update(path.name.encode() + weights_digest(path))
+            digest.update(path.name.encode() + file_digest(path, THROUGHOUT))
         weights = digest.hexdigest()
     return {
         "model_id": spec.model_id,

@@ -10,9 +10,12 @@ from typing import Protocol, runtime_checkable
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.report import Naming
 
-EDGE = 1 << 16
-"""Bytes of a file's head and tail that are looked at; a clip that changes, changes its index at one of the ends."""
-SAMPLES, BLOCK = 1024, 1 << 12
+Sampling = tuple[int, int]
+"""How many blocks of a file are looked at, and the bytes of each."""
+EDGES: Sampling = (2, 1 << 16)
+"""For clips: one that changes, changes its index at one of the ends."""
+THROUGHOUT: Sampling = (1024, 1 << 12)
+"""For weights: a merge into some layers changes neither head nor tail, but whole matrices between them."""
 
 
 @runtime_checkable
@@ -39,31 +42,23 @@ def names_digest(dataset: MapDataset) -> int | None:
     return int.from_bytes(digest.digest(), "little")
 
 
-def weights_digest(path: Path) -> bytes:
-    """Digest of a file's size and of `SAMPLES` blocks spread evenly over it, head and tail among them; of a small file,
-    of everything. A merge into some layers changes neither head nor tail, but whole matrices between them."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
-        if size <= SAMPLES * BLOCK:
-            digest.update(file.read())
-        else:
-            for number in range(SAMPLES):
-                file.seek((size - BLOCK) * number // (SAMPLES - 1))
-                digest.update(file.read(BLOCK))
-    return digest.digest()
+def file_digest(path: str | Path, sampling: Sampling = EDGES) -> bytes:
+    """Digest of a file's size and of blocks spread evenly over it, head and tail among them.
 
-
-def file_digest(path: str) -> bytes:
-    """Digest of a file's size, head and tail; of a file that isn't there, of nothing."""
+    A file that is no larger than the blocks is looked at as a whole; one that isn't there gives nothing, ``b""``.
+    """
+    blocks, length = sampling
     digest = hashlib.blake2b(digest_size=16)
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            digest.update(size.to_bytes(8, "little") + file.read(EDGE))
-            file.seek(max(EDGE, size - EDGE))
-            digest.update(file.read())
+            digest.update(size.to_bytes(8, "little"))
+            if size <= blocks * length:
+                digest.update(file.read())
+            else:
+                for number in range(blocks):
+                    file.seek((size - length) * number // (blocks - 1))
+                    digest.update(file.read(length))
     except FileNotFoundError:
         return b""
     return digest.digest()

@@ -88,10 +88,7 @@ def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         header = [name.strip() for name in next(reader, [])]
-        found = find_columns(header)
-        check_columns(found, header, f"{path}:1", require_caption=require_caption)
-        builder.names = {ours: header[index] for ours, index in found.items()}
-        _refuse_repeated(header, builder.names.values(), f"{path}:1")
+        found = _name_columns(builder, header, f"{path}:1", require_caption)
         for lines, rows in _csv_chunks(path, reader):
             if set(map(len, rows)) != {len(header)}:
                 line, row = next(pair for pair in zip(lines, rows, strict=True) if len(pair[1]) != len(header))
@@ -100,9 +97,14 @@ def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
             builder.add({ours: columns[index] for ours, index in found.items()}, lines)
 
 
-def _refuse_repeated(header: Sequence[str], used: Iterable[str], where: str) -> None:
-    if twice := [name for name in used if header.count(name) > 1]:
+def _name_columns(builder: TableBuilder, header: Sequence[str], where: str, require_caption: bool) -> dict[str, int]:
+    """Our column name → position in a header, and in the builder the file's own name."""
+    found = find_columns(header)
+    check_columns(found, header, where, require_caption=require_caption)
+    builder.names = {ours: header[index] for ours, index in found.items()}
+    if twice := [name for name in builder.names.values() if header.count(name) > 1]:
         raise DataError(f"{where}: two columns are called {twice[0]}")
+    return found
 
 
 def _csv_chunks(path: Path, reader: Any) -> Iterator[tuple[Sequence[int], list[list[str]]]]:
@@ -198,10 +200,7 @@ def _read_parquet(path: Path, builder: TableBuilder, require_caption: bool) -> N
     try:
         with ParquetFile(path) as file:
             header = file.schema_arrow.names
-            found = find_columns(header)
-            check_columns(found, header, str(path), require_caption=require_caption)
-            builder.names = {ours: header[index] for ours, index in found.items()}
-            _refuse_repeated(header, builder.names.values(), str(path))
+            _name_columns(builder, header, str(path), require_caption)
             start = 1
             for batch in file.iter_batches(batch_size=CHUNK, columns=list(builder.names.values())):
                 values = batch.to_pydict()
