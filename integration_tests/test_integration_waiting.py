@@ -20,10 +20,10 @@ def train_with_a_slow_conversion(rank: int, world_size: int, overrides: list[str
     """Every collective of this run fails after `GROUP_TIMEOUT_S`; returns the losses and what was said."""
     import torch.distributed as dist
 
-    from mm_checkpoint import _cache
+    from mm_checkpoint._weights import conversion_cache
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT_S), dist.group.WORLD)
-    write = _cache.write_dcp_folder
+    write = conversion_cache.write_dcp_folder
 
     def write_slowly(*args: Any, on_bytes: Any, **options: Any) -> None:
         time.sleep(CONVERSION_S)
@@ -35,7 +35,10 @@ def train_with_a_slow_conversion(rank: int, world_size: int, overrides: list[str
     logger = logging.getLogger("mm_checkpoint")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    with patch.object(_cache, "write_dcp_folder", write_slowly), patch.object(_cache, "PROGRESS_EVERY_S", 0.0):
+    with (
+        patch.object(conversion_cache, "write_dcp_folder", write_slowly),
+        patch.object(conversion_cache, "PROGRESS_EVERY_S", 0.0),
+    ):
         records = train_rank(rank, world_size, {}, overrides, RECIPE)
     return trace(records), said
 

@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from mm_checkpoint import (
     CheckpointManager,
     WeightSourceConfig,
-    _cache,
-    _convert,
     convert,
     export,
     load_weights,
     resolve_source,
     verify,
 )
+from mm_checkpoint._weights import conversion_cache as cache_module
+from mm_checkpoint._weights import convert as convert_module
 from mm_checkpoint.errors import BadInputError, DestinationError, SourceError
 
 STEM = "diffusion_pytorch_model"
@@ -68,9 +68,9 @@ def test_chunks_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Tensors larger than a piece: several chunks in DCP, which torch's own reader puts together too."""
     import torch.distributed.checkpoint as dcp
 
-    from mm_checkpoint import _safetensors
+    from mm_checkpoint._formats import safetensors
 
-    monkeypatch.setattr(_safetensors, "PIECE_BYTES", 64)
+    monkeypatch.setattr(safetensors, "PIECE_BYTES", 64)
     tensors = {"a": torch.randn(10, 7), "b": torch.randn(3, 40), "c": torch.randn(())}
     save_file(tensors, tmp_path / "in.safetensors")
     convert(tmp_path / "in.safetensors", tmp_path / "dcp", to="dcp")
@@ -151,7 +151,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
     before = sorted(tmp_path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(_convert, "write_metadata", broken)
+        patch.setattr(convert_module, "write_metadata", broken)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", to="dcp")
     assert sorted(tmp_path.iterdir()) == before
@@ -226,14 +226,14 @@ def test_a_runs_folder_is_no_cache(tmp_path: Path, source: Path) -> None:
 def test_two_jobs_into_one_cache(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads that start at once (each opens the lock itself, as processes do): one conversion, no damage."""
     count = 0
-    original = _cache._convert_into
+    original = cache_module._convert_into
 
     def counting(*args: Any) -> None:
         nonlocal count
         count += 1
         original(*args)
 
-    monkeypatch.setattr(_cache, "_convert_into", counting)
+    monkeypatch.setattr(cache_module, "_convert_into", counting)
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(load_through_cache(source, tmp_path / "cache")))

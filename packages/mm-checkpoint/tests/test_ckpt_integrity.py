@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mm_checkpoint import CheckpointManager, convert, export, load_weights, verify
-from mm_checkpoint._dcp_metadata import read_dcp_metadata
+from mm_checkpoint._formats.dcp_metadata import read_dcp_metadata
 from mm_checkpoint.errors import BadInputError, CheckpointError, CorruptFileError, SourceError
 
 SUB_MODELS = {"net": {"key_map": "ckpt_toy", "source_config": {"_class_name": "Toy"}, "export_folder": "transformer"}}

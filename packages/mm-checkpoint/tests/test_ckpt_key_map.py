@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mm_checkpoint import Concat, KeyMap, Split, Transpose, convert, find_source, get_key_map, list_key_maps
-from mm_checkpoint._box import Box
-from mm_checkpoint._mapped import apply_key_map
-from mm_checkpoint._source import read_box
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.mapped import apply_key_map
+from mm_checkpoint._tensors.source import read_box
 from mm_checkpoint.errors import KeyMapError
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mm_checkpoint import CheckpointManager, KeyMap, Split, load_weights
-from mm_checkpoint._box import Box, runs
-from mm_checkpoint._source import bytes_of
+from mm_checkpoint._tensors.box import Box, runs
+from mm_checkpoint._tensors.source import bytes_of
 from mm_checkpoint.errors import BadInputError, KeyMapError, WeightMismatchError
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import xxhash
 
-from mm_checkpoint import CheckpointManager, _files, read_manifest
+from mm_checkpoint import CheckpointManager, read_manifest
+from mm_checkpoint._disk import build_folder, durable
 from mm_checkpoint.errors import (
     BadInputError,
     CorruptFileError,
@@ -244,7 +245,7 @@ def test_saving_one_step_twice(tmp_path: Path) -> None:
 def fill_disk_after(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Every byte beyond ``limit`` meets a full disk, as a small tmpfs would do."""
     written = 0
-    original = _files.DurableFile._put
+    original = durable.DurableFile._put
 
     def put(self: Any, piece: memoryview) -> None:
         nonlocal written
@@ -253,7 +254,7 @@ def fill_disk_after(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         original(self, piece)
 
-    monkeypatch.setattr(_files.DurableFile, "_put", put)
+    monkeypatch.setattr(durable.DurableFile, "_put", put)
 
 
 FILES_IN_ORDER = ("__0_0.distcp", ".metadata", "manifest.json")
@@ -292,7 +293,7 @@ def test_a_disk_that_fills_at_the_tracker(tmp_path: Path, monkeypatch: pytest.Mo
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B021. At the start and before each save, with path, free and needed bytes."""
     usage = type("usage", (), {"free": 3 << 20})
-    monkeypatch.setattr(_files.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(build_folder.shutil, "disk_usage", lambda path: usage)
     big = {"model": {"w": torch.zeros(1 << 20)}}
     manager = CheckpointManager(tmp_path)
     match = rf"{tmp_path}: 3,145,728 bytes are free, 5,284,823 are needed"
@@ -352,9 +353,9 @@ def test_leftovers_are_not_checkpoints(tmp_path: Path) -> None:
     """What a killed save leaves is neither found nor in the way, and goes at the next save."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, state())
-    dead = tmp_path / f".iter_0000002{_files.PARTIAL_MARK}{_files.socket.gethostname()}-999999999-abc123"
+    dead = tmp_path / f".iter_0000002{durable.PARTIAL_MARK}{durable.socket.gethostname()}-999999999-abc123"
     dead.mkdir()
-    other_host = tmp_path / f".iter_0000002{_files.PARTIAL_MARK}elsewhere-1-abc123"
+    other_host = tmp_path / f".iter_0000002{durable.PARTIAL_MARK}elsewhere-1-abc123"
     other_host.mkdir()
     (tmp_path / "iter_0000002").mkdir()  # an empty shell, as other tools leave them
     assert manager.latest() == tmp_path / "iter_0000001"
@@ -383,14 +384,14 @@ def test_async_pointer_moves_after_the_bytes(tmp_path: Path, monkeypatch: pytest
     manager.save(1, state(1.0))
     manager.wait()
     entered, go_on = threading.Event(), threading.Event()
-    original = _files.DurableFile.finish
+    original = durable.DurableFile.finish
 
     def finish(self: Any) -> Any:
         entered.set()
         assert go_on.wait(30)
         return original(self)
 
-    monkeypatch.setattr(_files.DurableFile, "finish", finish)
+    monkeypatch.setattr(durable.DurableFile, "finish", finish)
     manager.save(2, state(2.0))
     assert entered.wait(30)
     assert (tmp_path / TRACKER).read_text() == "1\n"
@@ -447,8 +448,8 @@ def test_manifest_fields_are_protected(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    from mm_checkpoint import _manifest
+    from mm_checkpoint._disk import manifest
 
-    _manifest.write_manifest(tmp_path, {**_manifest.make_manifest({}, {}), "format_version": 99})
+    manifest.write_manifest(tmp_path, {**manifest.make_manifest({}, {}), "format_version": 99})
     with pytest.raises(CorruptFileError, match="format version 99, this release reads up to 1"):
         read_manifest(tmp_path)

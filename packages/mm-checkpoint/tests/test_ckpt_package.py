@@ -38,7 +38,7 @@ def test_every_module_imports() -> None:
 
 def test_light_modules_import_no_torch() -> None:
     """The package, its configuration and its errors come without torch."""
-    code = "import sys, mm_checkpoint, mm_checkpoint.config, mm_checkpoint.errors, mm_checkpoint.sources\n"
+    code = "import sys, mm_checkpoint, mm_checkpoint.config, mm_checkpoint.errors, mm_checkpoint._weights.sources\n"
     code += "mm_checkpoint.resolve_source, mm_checkpoint.KeyMap, mm_checkpoint.sniff_format\n"
     code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

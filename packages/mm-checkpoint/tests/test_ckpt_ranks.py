@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mm_checkpoint import CheckpointManager, load_weights
-from mm_checkpoint._dcp_reader import DcpSource
+from mm_checkpoint._formats.dcp_reader import DcpSource
 from mm_checkpoint.errors import BadInputError, DestinationError, IncompleteCheckpointError, SaveError
 
 # ranks -> numbers of replica groups
@@ -178,9 +178,9 @@ def test_missing_metadata_fails_fast_everywhere(run_ranks: Any, tmp_path: Path) 
 
 
 def save_to_own_disk(rank: int, world_size: int, root: str) -> tuple[str, str]:
-    from mm_checkpoint import _files
+    from mm_checkpoint._disk import files
 
-    _files.SHARED_WITHIN_S = 0.3
+    files.SHARED_WITHIN_S = 0.3
     model = toys.shard(toys.make_toy(), toys.make_mesh(world_size))
     folder = Path(root) / f"node{rank // 2}"
     folder.mkdir(exist_ok=True)
@@ -204,7 +204,7 @@ def test_node_local_folders_are_detected(run_ranks: Any, tmp_path: Path) -> None
 def fail_on_one_rank(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     import errno
 
-    from mm_checkpoint import _files
+    from mm_checkpoint._disk import durable
 
     model = toys.shard(toys.make_toy(), toys.make_mesh(world_size))
     state = toys.state_of(model, step=1)
@@ -214,12 +214,12 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> tuple[str, bool
     def full_disk(self: Any, piece: memoryview) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    original = _files.DurableFile._put
+    original = durable.DurableFile._put
     if rank == 1:
-        _files.DurableFile._put = full_disk  # type: ignore[method-assign]
+        durable.DurableFile._put = full_disk  # type: ignore[method-assign]
     with pytest.raises(SaveError) as caught:
         manager.save(2, state)
-    _files.DurableFile._put = original  # type: ignore[method-assign]
+    durable.DurableFile._put = original  # type: ignore[method-assign]
     manager.save(3, state)  # and the manager goes on
     return str(caught.value), manager.latest() == Path(folder) / "iter_0000003"
 

@@ -10,43 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mm_checkpoint.__about__ import __version__
-    from mm_checkpoint._convert import Conversion, convert
-    from mm_checkpoint._export import export
-    from mm_checkpoint._inspect import inspect
-    from mm_checkpoint._load import LoadReport, load_weights
-    from mm_checkpoint._manager import CheckpointManager
-    from mm_checkpoint._manifest import read_manifest
-    from mm_checkpoint._verify import Verification, verify
+    from mm_checkpoint._disk.manifest import read_manifest
+    from mm_checkpoint._run.manager import CheckpointManager
+    from mm_checkpoint._tools.inspect import inspect
+    from mm_checkpoint._tools.verify import Verification, verify
+    from mm_checkpoint._weights.convert import Conversion, convert
+    from mm_checkpoint._weights.export import export
+    from mm_checkpoint._weights.load import LoadReport, load_weights
+    from mm_checkpoint._weights.sources import WeightSource, find_source, resolve_source, sniff_format
     from mm_checkpoint.config import WeightSourceConfig
     from mm_checkpoint.errors import BadInputError, CheckpointError
     from mm_checkpoint.key_map import Concat, KeyMap, Split, Transpose, get_key_map, list_key_maps
-    from mm_checkpoint.sources import WeightSource, find_source, resolve_source, sniff_format
 
 _HOME = {
     "BadInputError": "errors",
     "CheckpointError": "errors",
-    "CheckpointManager": "_manager",
+    "CheckpointManager": "_run.manager",
     "Concat": "key_map",
-    "Conversion": "_convert",
+    "Conversion": "_weights.convert",
     "KeyMap": "key_map",
-    "LoadReport": "_load",
+    "LoadReport": "_weights.load",
     "Split": "key_map",
     "Transpose": "key_map",
-    "Verification": "_verify",
-    "WeightSource": "sources",
+    "Verification": "_tools.verify",
+    "WeightSource": "_weights.sources",
     "WeightSourceConfig": "config",
     "__version__": "__about__",
-    "convert": "_convert",
-    "export": "_export",
-    "find_source": "sources",
+    "convert": "_weights.convert",
+    "export": "_weights.export",
+    "find_source": "_weights.sources",
     "get_key_map": "key_map",
-    "inspect": "_inspect",
+    "inspect": "_tools.inspect",
     "list_key_maps": "key_map",
-    "load_weights": "_load",
-    "read_manifest": "_manifest",
-    "resolve_source": "sources",
-    "sniff_format": "sources",
-    "verify": "_verify",
+    "load_weights": "_weights.load",
+    "read_manifest": "_disk.manifest",
+    "resolve_source": "_weights.sources",
+    "sniff_format": "_weights.sources",
+    "verify": "_tools.verify",
 }
 
 __all__ = [

@@ -17,7 +17,7 @@ import typer
 from mm_checkpoint.errors import BadInputError, CheckpointError
 
 if TYPE_CHECKING:
-    from mm_checkpoint._verify import Verification
+    from mm_checkpoint._tools.verify import Verification
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -41,7 +41,7 @@ def root() -> None:
 @app.command()
 def inspect(path: AnyPath, as_json: Json = False) -> None:
     """Say what is there: format, sizes, element types, names and shapes, the manifest."""
-    from mm_checkpoint._inspect import inspect as look
+    from mm_checkpoint._tools.inspect import inspect as look
 
     found = look(path)
     if as_json:
@@ -67,7 +67,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert weights to another form, as a stream."""
-    from mm_checkpoint._convert import convert as run_convert
+    from mm_checkpoint._weights.convert import convert as run_convert
 
     with _progress("converting") as (on_start, on_bytes):
         done = run_convert(
@@ -92,7 +92,7 @@ def convert(
 @app.command()
 def verify(path: AnyPath, as_json: Json = False) -> None:
     """Check files against the sizes and checksums recorded when they were written; exits with 2 on damage."""
-    from mm_checkpoint._verify import verify as run_verify
+    from mm_checkpoint._tools.verify import verify as run_verify
 
     with _progress("verifying") as (_, on_bytes):
         result = run_verify(path, on_bytes=on_bytes)
@@ -115,7 +115,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the trained part of a run as model folders, led by its manifest."""
-    from mm_checkpoint._export import export as run_export
+    from mm_checkpoint._weights.export import export as run_export
 
     with _progress("exporting") as (on_start, on_bytes):
         written = run_export(
@@ -187,7 +187,7 @@ def _inspect_pipeline(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _inspect_weights(found: dict[str, Any]) -> Iterator[str]:
-    from mm_checkpoint._inspect import key_tree
+    from mm_checkpoint._tools.inspect import key_tree
 
     yield (
         f"{found['path']}: {found['format']}, {len(found['tensors'])} tensors, {found['parameters']:,} elements, "

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
-from mm_checkpoint.sources import find_source
+from mm_checkpoint._weights.sources import find_source
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.engine.config_diff import Difference, compare_configs
 from mm_trainer.engine.ema import WeightAverage

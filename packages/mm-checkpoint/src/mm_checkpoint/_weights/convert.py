@@ -9,35 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
-from mm_checkpoint._dcp_writer import chunk_file_name, describe_tensor, write_metadata, write_tensor
-from mm_checkpoint._files import (
-    FileRecord,
-    build_folder,
-    check_destination,
-    check_free_space,
-    checksum_file,
-    durable_file,
-    partial_path,
-    remove,
-    sync_folder,
-)
-from mm_checkpoint._folders import (
+from mm_checkpoint._disk.build_folder import build_folder, check_destination, check_free_space, remove
+from mm_checkpoint._disk.durable import FileRecord, checksum_file, durable_file, partial_path, sync_folder
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, METADATA_NAME, make_manifest, read_manifest, write_manifest
+from mm_checkpoint._formats.dcp_metadata import Extent
+from mm_checkpoint._formats.dcp_writer import chunk_file_name, describe_tensor, write_metadata, write_tensor
+from mm_checkpoint._formats.model_folder import (
     DEFAULT_SHARD_SIZE,
+    DIFFUSERS_STEM,
+    HF_STEM,
     drop_ties,
     parse_size,
     target_dtypes,
     total_bytes,
     write_model_folder,
 )
-from mm_checkpoint._manifest import MANIFEST_NAME, make_manifest, read_manifest, write_manifest
-from mm_checkpoint._mapped import apply_key_map, strip_prefix
-from mm_checkpoint._safetensors import SafetensorsSource, chunk_boxes, stream_pieces, write_file
-from mm_checkpoint._source import TensorSource
+from mm_checkpoint._formats.safetensors import SafetensorsSource, chunk_boxes, stream_pieces, write_file
+from mm_checkpoint._tensors.dtypes import parse_dtype, to_torch
+from mm_checkpoint._tensors.mapped import apply_key_map, strip_prefix
+from mm_checkpoint._tensors.source import TensorSource
+from mm_checkpoint._weights.sources import WeightSource, find_source, is_weight_index
 from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.key_map import KeyMap, get_key_map
-from mm_checkpoint.sources import DIFFUSERS_STEM, HF_STEM, WeightSource, find_source, is_weight_index
 
 CONVERT_FORMS = ("hf", "diffusers", "dcp", "safetensors")
 # Small files that make a folder usable (configuration, tokenizer) travel along; weights and indexes don't.
@@ -89,7 +82,7 @@ def convert(
     """
     if to not in CONVERT_FORMS:
         raise BadInputError(f"to: {to!r} is not one of {', '.join(CONVERT_FORMS)}")
-    dtype = None if dtype is None else _dtypes.parse_dtype(dtype)
+    dtype = None if dtype is None else parse_dtype(dtype)
     limit = parse_size(max_shard_size)
     key_map = get_key_map(key_map) if isinstance(key_map, str) else key_map
     target = Path(destination)
@@ -215,7 +208,7 @@ def _metadata(tensors: TensorSource, dtypes: Mapping[str, str]) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     entries = {
-        name: describe_tensor(_dtypes.to_torch(dtypes[name]), info.shape, list(chunk_boxes(info)))
+        name: describe_tensor(to_torch(dtypes[name]), info.shape, list(chunk_boxes(info)))
         for name, info in tensors.tensors.items()
     }
     return Metadata(state_dict_metadata=entries, planner_data={name: (name,) for name in entries})

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
-from mm_checkpoint._dcp_metadata import DcpMetadata, Extent, StoredTensor, read_dcp_metadata
-from mm_checkpoint._files import FileReader, safe_join
-from mm_checkpoint._safetensors import read_runs
-from mm_checkpoint._source import TensorInfo
+from mm_checkpoint._disk.files import FileReader, safe_join
+from mm_checkpoint._formats.dcp_metadata import DcpMetadata, Extent, StoredTensor, read_dcp_metadata
+from mm_checkpoint._formats.safetensors import read_runs
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.dtypes import is_known, itemsize
+from mm_checkpoint._tensors.source import TensorInfo
 from mm_checkpoint.errors import CorruptFileError
 
 if TYPE_CHECKING:
@@ -222,14 +222,14 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
     tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
     if not isinstance(tensor, _RebuiltTensor):
         raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is no plain tensor")
-    data, itemsize = entries[f"data/{tensor.storage_key}"], _dtypes.itemsize(tensor.dtype)
+    data, item_bytes = entries[f"data/{tensor.storage_key}"], itemsize(tensor.dtype)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
     if (
         min(tensor.storage_offset, *tensor.stride, 0) < 0
-        or (tensor.storage_offset + last + 1) * itemsize > data.file_size
+        or (tensor.storage_offset + last + 1) * item_bytes > data.file_size
     ):
         raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} reaches beyond its own data")
-    start = _data_start(window, data) + tensor.storage_offset * itemsize
+    start = _data_start(window, data) + tensor.storage_offset * item_bytes
     return _Layout(extent.offset + start, tensor.shape, tensor.stride, tensor.dtype)
 
 
@@ -285,7 +285,7 @@ class _TensorUnpickler(pickle.Unpickler):
             return self._ALLOWED[module, name]
         if module == "torch" and name in _STORAGE_TYPES:
             return _STORAGE_TYPES[name]
-        if module == "torch" and _dtypes.is_known(name):
+        if module == "torch" and is_known(name):
             return name
         if (module, name) == ("torch.storage", "UntypedStorage") or (module, name) == ("torch", "UntypedStorage"):
             return "uint8"

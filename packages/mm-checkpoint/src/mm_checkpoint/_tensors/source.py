@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.dtypes import itemsize, to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _dtypes.itemsize(self.dtype)
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 class TensorSource(Protocol):
@@ -67,7 +67,7 @@ def read_box(source: TensorSource, key: str, box: Box | None = None) -> torch.Te
 
     info = source.tensors[key]
     box = Box.full(info.shape) if box is None else box
-    out = torch.empty(box.sizes, dtype=_dtypes.to_torch(info.dtype))
+    out = torch.empty(box.sizes, dtype=to_torch(info.dtype))
     source.read_into(key, box, out)
     return out
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box, runs
-from mm_checkpoint._files import FileReader, FileRecord, durable_file
-from mm_checkpoint._source import PIECE_BYTES, TensorInfo, TensorSource, bytes_of
+from mm_checkpoint._disk.durable import FileRecord, durable_file
+from mm_checkpoint._disk.files import FileReader
+from mm_checkpoint._tensors.box import Box, runs
+from mm_checkpoint._tensors.dtypes import from_safetensors_code, itemsize, safetensors_code, to_torch
+from mm_checkpoint._tensors.source import PIECE_BYTES, TensorInfo, TensorSource, bytes_of
 from mm_checkpoint.errors import CorruptFileError, SourceError, sample
 
 if TYPE_CHECKING:
@@ -78,14 +79,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(path: Path, name: str, entry: dict[str, Any], base: int) -> tuple[TensorInfo, int]:
-    dtype = _dtypes.from_safetensors_code(entry["dtype"])
+    dtype = from_safetensors_code(entry["dtype"])
     if dtype is None:
         raise ValueError(f"tensor {name} has the unknown element type {entry['dtype']!r}")
     shape = tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
         raise ValueError(f"tensor {name} has a negative or fractional size")
-    if stop - start != math.prod(shape) * _dtypes.itemsize(dtype):
+    if stop - start != math.prod(shape) * itemsize(dtype):
         raise ValueError(f"tensor {name} of shape {list(shape)} and type {dtype} takes {stop - start} bytes")
     return TensorInfo(shape, dtype, path.name), base + start
 
@@ -140,7 +141,7 @@ class SafetensorsSource:
     def read_into(self, key: str, box: Box, out: torch.Tensor) -> None:
         file, start = self._places[key]
         info = self.tensors[key]
-        read_runs(self._reader, file, start, info.shape, _dtypes.itemsize(info.dtype), box, out)
+        read_runs(self._reader, file, start, info.shape, itemsize(info.dtype), box, out)
 
     def close(self) -> None:
         self._reader.close()
@@ -184,8 +185,8 @@ def write_file(
     offset = 0
     for name in ordered:
         shape = source.tensors[name].shape
-        size = math.prod(shape) * _dtypes.itemsize(targets[name])
-        code = _dtypes.safetensors_code(targets[name])
+        size = math.prod(shape) * itemsize(targets[name])
+        code = safetensors_code(targets[name])
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -202,7 +203,7 @@ def write_file(
 
 def chunk_boxes(info: TensorInfo) -> Iterator[Box]:
     """The boxes of at most `PIECE_BYTES` in which a tensor is streamed, in row-major order; none if it is empty."""
-    return Box.full(info.shape).pieces(PIECE_BYTES // _dtypes.itemsize(info.dtype))
+    return Box.full(info.shape).pieces(PIECE_BYTES // itemsize(info.dtype))
 
 
 def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch.Tensor]:
@@ -213,7 +214,7 @@ def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch
     import torch
 
     info = source.tensors[name]
-    stored, wanted = _dtypes.to_torch(info.dtype), _dtypes.to_torch(dtype)
+    stored, wanted = to_torch(info.dtype), to_torch(dtype)
     scratch = torch.empty(min(info.nbytes, PIECE_BYTES), dtype=torch.uint8)
     for box in chunk_boxes(info):
         piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)

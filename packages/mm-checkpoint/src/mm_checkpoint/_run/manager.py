@@ -9,12 +9,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from mm_checkpoint import _discovery, _files
-from mm_checkpoint._manifest import make_manifest
+from mm_checkpoint._disk.build_folder import check_free_space
+from mm_checkpoint._disk.durable import partial_path, write_bytes
+from mm_checkpoint._disk.files import await_shared
+from mm_checkpoint._disk.iterations import (
+    complete_iterations,
+    iteration_name,
+    iteration_number,
+    newest_complete,
+    require_complete,
+    resolve_iteration,
+)
+from mm_checkpoint._disk.manifest import make_manifest
 from mm_checkpoint._ranks import Ranks
-from mm_checkpoint._restore import checkpoint_identity, restore
-from mm_checkpoint._save import WriteOptions, apply_retention, write_checkpoint
-from mm_checkpoint._snapshot import Snapshot, take_snapshot
+from mm_checkpoint._run.restore import checkpoint_identity, restore
+from mm_checkpoint._run.save import WriteOptions, apply_retention, write_checkpoint
+from mm_checkpoint._run.snapshot import Snapshot, take_snapshot
 from mm_checkpoint.errors import DestinationError
 
 if TYPE_CHECKING:
@@ -81,10 +91,10 @@ class CheckpointManager:
         ranks = self._peers()
         probe = self.folder / ranks.together(lambda: self._make_probe(step) if ranks.is_first else "")[0]
         try:
-            ranks.together(lambda: _files.await_shared(probe))
+            ranks.together(lambda: await_shared(probe))
             if state is not None:
                 sizes = ranks.all_gather(_own_bytes(state))
-                ranks.together(lambda: _files.check_free_space(self.folder, sum(sizes)) if ranks.is_first else None)
+                ranks.together(lambda: check_free_space(self.folder, sum(sizes)) if ranks.is_first else None)
                 if self._staging is not None:
                     ranks.each(lambda: take_snapshot(state, is_first=ranks.is_first, staging=self._staging))
         finally:
@@ -120,15 +130,15 @@ class CheckpointManager:
             _check_manifest(step, extra)
             if ranks.is_first:
                 self._check_foreign(step, inclusive=True)
-                if step in dict(_discovery.complete_iterations(self.folder)):
-                    raise DestinationError(f"{self.folder / _discovery.iteration_name(step)}: already saved")
+                if step in dict(complete_iterations(self.folder)):
+                    raise DestinationError(f"{self.folder / iteration_name(step)}: already saved")
             return take_snapshot(state, is_first=ranks.is_first, staging=self._staging)
 
         snapshot = ranks.each(begin)
         if self._executor is None:
             return self._write(step, snapshot, extra)
         self._pending = self._executor.submit(self._write, step, snapshot, extra)
-        return self.folder / _discovery.iteration_name(step)
+        return self.folder / iteration_name(step)
 
     def _write(self, step: int, snapshot: Snapshot, extra: Mapping[str, Any]) -> Path:
         ranks = self._peers()
@@ -141,7 +151,7 @@ class CheckpointManager:
     def _check_foreign(self, step: int, *, inclusive: bool) -> None:
         foreign = [
             path.name
-            for number, path in _discovery.complete_iterations(self.folder)
+            for number, path in complete_iterations(self.folder)
             if number not in self._known and (number >= step if inclusive else number > step)
         ]
         if foreign:
@@ -153,8 +163,8 @@ class CheckpointManager:
     def _make_probe(self, step: int) -> str:
         self._check_foreign(step, inclusive=False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        probe = _files.partial_path(self.folder / "probe")
-        _files.write_bytes(probe, b"", sync=False)
+        probe = partial_path(self.folder / "probe")
+        write_bytes(probe, b"", sync=False)
         return probe.name
 
     def latest(self) -> Path | None:
@@ -166,7 +176,7 @@ class CheckpointManager:
             IncompleteCheckpointError: there are iterations, but none is complete.
         """
         self.wait()
-        return self._found_by_first(lambda: _discovery.newest_complete(self.folder))
+        return self._found_by_first(lambda: newest_complete(self.folder))
 
     def resolve(self, load: str | Path) -> Path | None:
         """The iteration that ``load`` means.
@@ -180,14 +190,14 @@ class CheckpointManager:
         if str(load) == "auto":
             return self.latest()
         self.wait()
-        return self._found_by_first(lambda: _discovery.resolve_iteration(Path(load)))
+        return self._found_by_first(lambda: resolve_iteration(Path(load)))
 
     def _found_by_first(self, find: Callable[[], Path | None]) -> Path | None:
         """Rank 0 looks and tells the others, whose view of a shared disk may lag: they wait until they see it too."""
         ranks = self._peers()
         path = ranks.together(lambda: find() if ranks.is_first else None)[0]
         if path is not None:
-            ranks.together(lambda: _files.await_shared(path))
+            ranks.together(lambda: await_shared(path))
         return path
 
     def load(self, path: str | Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,11 +213,11 @@ class CheckpointManager:
         """
         self.wait()
         path, ranks = Path(path), self._peers()
-        seen = ranks.together(lambda: checkpoint_identity(_discovery.require_complete(path)))
+        seen = ranks.together(lambda: checkpoint_identity(require_complete(path)))
         if len(set(seen)) > 1:
             raise DestinationError(f"{path}: the ranks see different checkpoints there; it has to be on a shared disk")
         values = ranks.each(lambda: restore(path, state))
-        step = _discovery.iteration_number(path)
+        step = iteration_number(path)
         if step is not None and path.resolve().parent == self.folder.resolve():
             self._known.add(step)
         return values
@@ -252,7 +262,7 @@ def _check_manifest(step: int, extra: Mapping[str, Any]) -> None:
 
 def _own_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of the tensors that this rank would write, replicas counted on every rank."""
-    from mm_checkpoint._load import local_part
-    from mm_checkpoint._state import flatten
+    from mm_checkpoint._run.state import flatten
+    from mm_checkpoint._tensors.shards import local_part
 
     return sum(local_part(tensor).tensor.nbytes for tensor in flatten(state).tensors.values())

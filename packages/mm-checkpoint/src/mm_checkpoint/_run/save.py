@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint import _files
-from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
-from mm_checkpoint._dcp_writer import chunk_file_name, write_metadata, write_tensor
-from mm_checkpoint._discovery import TRACKER_NAME, complete_iterations, damage_of, iteration_name
-from mm_checkpoint._files import FileRecord
-from mm_checkpoint._manifest import make_manifest, write_manifest
+from mm_checkpoint._disk.build_folder import check_free_space, discard, publish, remove, remove_leftovers
+from mm_checkpoint._disk.durable import FileRecord, durable_file, partial_path, replace_text
+from mm_checkpoint._disk.files import await_shared
+from mm_checkpoint._disk.iterations import TRACKER_NAME, complete_iterations, damage_of, iteration_name
+from mm_checkpoint._disk.manifest import METADATA_NAME, make_manifest, write_manifest
+from mm_checkpoint._formats.dcp_metadata import Extent
+from mm_checkpoint._formats.dcp_writer import chunk_file_name, write_metadata, write_tensor
 from mm_checkpoint._ranks import Ranks
-from mm_checkpoint._snapshot import Contribution, Snapshot
-from mm_checkpoint._source import as_stored
+from mm_checkpoint._run.snapshot import Contribution, Snapshot
+from mm_checkpoint._tensors.source import as_stored
 from mm_checkpoint.errors import BadInputError, DestinationError, sample
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def write_checkpoint(
     # The name is agreed on, not the path: a rank for which "the same" folder is another disk finds nothing there.
     partial = folder / ranks.together(lambda: _begin(target).name if ranks.is_first else "")[0]
     try:
-        ranks.together(lambda: _files.await_shared(partial))
+        ranks.together(lambda: await_shared(partial))
         contributions = ranks.gather(ranks.each(snapshot.contribute))
         planned = ranks.each(lambda: _plan(folder, contributions) if ranks.is_first else None)
         plan = ranks.scatter(planned.plans if planned else None)
@@ -72,15 +73,15 @@ def write_checkpoint(
         ranks.each(lambda: _finish(partial, target, planned, written, extra, options) if planned else None)
     except BaseException:
         if ranks.is_first:
-            _files.discard(partial)
+            discard(partial)
         raise
     return target
 
 
 def _begin(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    _files.remove_leftovers(target.parent)
-    partial = _files.partial_path(target)
+    remove_leftovers(target.parent)
+    partial = partial_path(target)
     partial.mkdir()
     return partial
 
@@ -106,7 +107,7 @@ def _plan(folder: Path, contributions: list[Contribution]) -> _Planned:
     global_plans, metadata = planner.create_global_plan(plans)
     metadata.planner_data = {name: path for part in contributions for name, path in part.paths.items()}
     size = sum(item.tensor_storage_size() or 0 for plan in global_plans for item in plan.items)
-    _files.check_free_space(folder, size)
+    check_free_space(folder, size)
     return _Planned(global_plans, metadata, aliases)
 
 
@@ -142,7 +143,7 @@ def _write_chunks(partial: Path, plan: SavePlan, snapshot: Snapshot, ranks: Rank
         return _Written({}, {})
     name = chunk_file_name(ranks.rank)
     extents: dict[Place, Extent] = {}
-    with _files.durable_file(partial / name, checksum=options.checksums, sync=options.sync) as file:
+    with durable_file(partial / name, checksum=options.checksums, sync=options.sync) as file:
         for item in plan.items:
             key = item.index.fqn
             if key in snapshot.values:
@@ -176,8 +177,8 @@ def _finish(
     write_manifest(partial, make_manifest(files, extra), sync=options.sync)
     if target.exists():
         _set_aside(target)
-    _files.publish(partial, target, sync=options.sync)
-    _files.replace_text(target.parent / TRACKER_NAME, f"{extra['step']}\n", sync=options.sync)
+    publish(partial, target, sync=options.sync)
+    replace_text(target.parent / TRACKER_NAME, f"{extra['step']}\n", sync=options.sync)
 
 
 def _set_aside(target: Path) -> None:
@@ -208,10 +209,10 @@ def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | N
     doomed = [path for number, path in candidates[:-keep_last] if not (keep_every and number % keep_every == 0)]
     for path in doomed:
         # Renamed first: what a killed deletion leaves is not an iteration with files missing.
-        leftover = _files.partial_path(path)
+        leftover = partial_path(path)
         try:
             path.rename(leftover)
-            _files.remove(leftover)
+            remove(leftover)
         except OSError as error:
             log.warning("%s could not be deleted: %s", path, error)
         else:

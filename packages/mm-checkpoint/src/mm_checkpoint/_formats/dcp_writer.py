@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint._box import Box
-from mm_checkpoint._dcp_metadata import METADATA_NAME, Extent
-from mm_checkpoint._files import DurableFile, FileRecord, write_bytes
-from mm_checkpoint._source import bytes_of
+from mm_checkpoint._disk.durable import DurableFile, FileRecord, write_bytes
+from mm_checkpoint._disk.manifest import METADATA_NAME
+from mm_checkpoint._formats.dcp_metadata import Extent
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.source import bytes_of
 
 if TYPE_CHECKING:
     import torch

@@ -7,19 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint._dcp_metadata import METADATA_NAME
-from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._discovery import find_weights_iteration
-from mm_checkpoint._files import read_json, safe_join
-from mm_checkpoint._safetensors import SafetensorsSource
-from mm_checkpoint._source import TensorSource
-from mm_checkpoint._torch_file import TorchFileSource
+from mm_checkpoint._disk.files import read_json, safe_join
+from mm_checkpoint._disk.iterations import find_weights_iteration
+from mm_checkpoint._disk.manifest import METADATA_NAME
+from mm_checkpoint._formats.dcp_reader import DcpSource
+from mm_checkpoint._formats.model_folder import DIFFUSERS_STEM, HF_STEM
+from mm_checkpoint._formats.safetensors import SafetensorsSource
+from mm_checkpoint._formats.torch_file import TorchFileSource
+from mm_checkpoint._tensors.source import TensorSource
 from mm_checkpoint.config import WeightSourceConfig, normalize_format
 from mm_checkpoint.errors import CorruptFileError, SourceError, sample
 
-# The stems of weight files in the two folder layouts.
-DIFFUSERS_STEM = "diffusion_pytorch_model"
-HF_STEM = "model"
 _PICKLED = (".bin", ".pth", ".pt")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _INDEX = re.compile(r"[^.]+\.(?:([^.]+)\.)?(?:safetensors|bin)\.index(?:\.([^.]+))?\.json")

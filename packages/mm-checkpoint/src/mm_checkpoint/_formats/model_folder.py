@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._files import FileRecord, dump_json, write_bytes
-from mm_checkpoint._manifest import make_manifest, write_manifest
-from mm_checkpoint._mapped import rename
-from mm_checkpoint._safetensors import write_file
-from mm_checkpoint._source import TensorSource
+from mm_checkpoint._disk.durable import FileRecord, write_bytes
+from mm_checkpoint._disk.files import dump_json
+from mm_checkpoint._disk.manifest import make_manifest, write_manifest
+from mm_checkpoint._formats.safetensors import write_file
+from mm_checkpoint._tensors.dtypes import is_floating, itemsize
+from mm_checkpoint._tensors.mapped import rename
+from mm_checkpoint._tensors.source import TensorSource
 from mm_checkpoint.errors import BadInputError
-from mm_checkpoint.sources import DIFFUSERS_STEM, HF_STEM
 
 DEFAULT_SHARD_SIZE = "5GB"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -51,7 +51,7 @@ def target_dtypes(source: TensorSource, dtype: str | None, original: Mapping[str
     original = original or {}
     result = {}
     for name, info in source.tensors.items():
-        if not _dtypes.is_floating(info.dtype):
+        if not is_floating(info.dtype):
             result[name] = info.dtype
         else:
             result[name] = dtype or original.get(name) or original.get("*") or info.dtype
@@ -60,7 +60,7 @@ def target_dtypes(source: TensorSource, dtype: str | None, original: Mapping[str
 
 def total_bytes(source: TensorSource, dtypes: Mapping[str, str]) -> int:
     """Bytes of all tensors, stored in these element types."""
-    return sum(math.prod(i.shape) * _dtypes.itemsize(dtypes[n]) for n, i in source.tensors.items())
+    return sum(math.prod(i.shape) * itemsize(dtypes[n]) for n, i in source.tensors.items())
 
 
 def drop_ties(source: TensorSource, preferred: Sequence[str] = ()) -> TensorSource:
@@ -81,7 +81,7 @@ def split_shards(source: TensorSource, dtypes: Mapping[str, str], limit: int) ->
     shards: list[list[str]] = [[]]
     size = 0
     for name, info in source.tensors.items():
-        nbytes = math.prod(info.shape) * _dtypes.itemsize(dtypes[name])
+        nbytes = math.prod(info.shape) * itemsize(dtypes[name])
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
@@ -138,3 +138,10 @@ def write_model_folder(
         )
     write_manifest(folder, make_manifest({**files, **(companions or {})}, extra or {}), sync=sync)
     return files
+
+
+# The stems of weight files in the two folder layouts.
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+
+
+HF_STEM = "model"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
-from mm_checkpoint._source import TensorInfo
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.dtypes import from_torch
+from mm_checkpoint._tensors.source import TensorInfo
 from mm_checkpoint.errors import CorruptFileError, SourceError, sample
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TorchFileSource:
                 if name in self._values:
                     raise SourceError(f"{path}: {name} is in both {self.tensors[name].file} and {file.name}")
                 storage = (f"{file.name}@{value.untyped_storage().data_ptr()}", value.storage_offset())
-                info = TensorInfo(tuple(value.shape), _dtypes.from_torch(value.dtype), file.name, storage)
+                info = TensorInfo(tuple(value.shape), from_torch(value.dtype), file.name, storage)
                 self.tensors[name], self._values[name] = info, value
         if weight_map is not None and weight_map.keys() != self.tensors.keys():
             wrong = weight_map.keys() ^ self.tensors.keys()

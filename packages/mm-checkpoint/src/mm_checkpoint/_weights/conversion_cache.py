@@ -11,15 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mm_checkpoint import _files
-from mm_checkpoint._convert import copy_companions, write_dcp_folder
-from mm_checkpoint._dcp_metadata import METADATA_NAME
-from mm_checkpoint._discovery import TRACKER_NAME, damage_of, iteration_name
-from mm_checkpoint._folders import target_dtypes
-from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
-from mm_checkpoint._safetensors import MAX_HEADER
+from mm_checkpoint._disk.build_folder import check_free_space, discard, publish, remove, remove_leftovers
+from mm_checkpoint._disk.durable import partial_path, replace_text
+from mm_checkpoint._disk.files import read_json
+from mm_checkpoint._disk.iterations import TRACKER_NAME, damage_of, iteration_name
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, METADATA_NAME, read_manifest
+from mm_checkpoint._formats.model_folder import target_dtypes
+from mm_checkpoint._formats.safetensors import MAX_HEADER
+from mm_checkpoint._weights.convert import copy_companions, write_dcp_folder
+from mm_checkpoint._weights.sources import WeightSource, find_source
 from mm_checkpoint.errors import DestinationError
-from mm_checkpoint.sources import WeightSource, find_source
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +79,13 @@ def _is_valid(folder: Path, wanted: str) -> bool:
 def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
     _check_replaceable(folder)
     log.info("converting %s into %s", source.path, folder)
-    _files.remove_leftovers(folder.parent)
-    partial = _files.partial_path(folder)
+    remove_leftovers(folder.parent)
+    partial = partial_path(folder)
     partial.mkdir()
     tensors = source.open()
     try:
         total = sum(info.nbytes for info in tensors.tensors.values())
-        _files.check_free_space(partial, total)
+        check_free_space(partial, total)
         extra = {"step": 0, "converted_from": source.format, "source": str(source.path), "source_fingerprint": wanted}
         dtypes = target_dtypes(tensors, None)
         write_dcp_folder(
@@ -97,16 +98,16 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
             on_bytes=_ProgressLog(source.path, total),
         )
         if folder.exists():
-            stale = _files.partial_path(folder)
+            stale = partial_path(folder)
             folder.rename(stale)
-            _files.remove(stale)
-        _files.publish(partial, folder)
+            remove(stale)
+        publish(partial, folder)
     except BaseException:
-        _files.discard(partial)
+        discard(partial)
         raise
     finally:
         tensors.close()
-    _files.replace_text(folder.parent / TRACKER_NAME, "0\n")
+    replace_text(folder.parent / TRACKER_NAME, "0\n")
 
 
 class _ProgressLog:
@@ -126,7 +127,7 @@ def _check_replaceable(folder: Path) -> None:
     """Only a conversion of ours, or what is left of one, may be replaced."""
     others = any(path.name != folder.name for path in folder.parent.glob("iter_*"))
     manifest = folder / MANIFEST_NAME
-    ours = "source_fingerprint" in _files.read_json(manifest) if manifest.exists() else True
+    ours = "source_fingerprint" in read_json(manifest) if manifest.exists() else True
     if others or not ours or (not manifest.exists() and (folder / METADATA_NAME).exists()):
         raise DestinationError(f"{folder.parent}: holds checkpoints that are no conversion of ours; name another cache")
 

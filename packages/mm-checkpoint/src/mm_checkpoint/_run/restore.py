@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._discovery import require_complete
-from mm_checkpoint._load import fill, local_part
-from mm_checkpoint._manifest import read_manifest
-from mm_checkpoint._source import read_box
-from mm_checkpoint._state import FlatState, flatten, unflatten
+from mm_checkpoint._disk.iterations import require_complete
+from mm_checkpoint._disk.manifest import read_manifest
+from mm_checkpoint._formats.dcp_reader import DcpSource
+from mm_checkpoint._run.state import FlatState, flatten, unflatten
+from mm_checkpoint._tensors.dtypes import from_torch
+from mm_checkpoint._tensors.shards import fill, local_part
+from mm_checkpoint._tensors.source import read_box
 from mm_checkpoint.errors import BadInputError, WeightMismatchError, nearest, sample
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _check_names(source: DcpSource, flat: FlatState, state: Mapping[str, Any]) -
 def _check_tensors(source: DcpSource, tensors: Mapping[str, torch.Tensor]) -> None:
     wrong = []
     for name, tensor in tensors.items():
-        info, dtype = source.tensors[name], _dtypes.from_torch(tensor.dtype)
+        info, dtype = source.tensors[name], from_torch(tensor.dtype)
         if info.shape != tuple(tensor.shape) or info.dtype != dtype:
             wrong.append(f"{name} is {list(info.shape)} {info.dtype}, wanted {list(tensor.shape)} {dtype}")
     if wrong:

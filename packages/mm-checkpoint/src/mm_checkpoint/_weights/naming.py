@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from mm_checkpoint._mapped import apply_key_map, rename, strip_prefix
-from mm_checkpoint._source import TensorInfo, TensorSource
+from mm_checkpoint._tensors.mapped import apply_key_map, rename, strip_prefix
+from mm_checkpoint._tensors.source import TensorInfo, TensorSource
 from mm_checkpoint.errors import KeyMapError, WeightMismatchError, nearest, sample
 from mm_checkpoint.key_map import KeyMap
 

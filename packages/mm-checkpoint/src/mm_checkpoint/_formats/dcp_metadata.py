@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
-from mm_checkpoint._files import safe_join
+from mm_checkpoint._disk.files import safe_join
+from mm_checkpoint._disk.manifest import METADATA_NAME
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.dtypes import is_known
 from mm_checkpoint.errors import CorruptFileError, SourceError
 
-METADATA_NAME = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint."
 
 
@@ -108,7 +108,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        if module == "torch" and _dtypes.is_known(name):
+        if module == "torch" and is_known(name):
             return name
         raise CorruptFileError(f"it names {module}.{name}, which no DCP folder needs: refused")
 

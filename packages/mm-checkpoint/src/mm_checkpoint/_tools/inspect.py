@@ -10,13 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint import _discovery
-from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._discovery import TRACKER_NAME
-from mm_checkpoint._files import read_json
-from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
-from mm_checkpoint._source import TensorInfo
-from mm_checkpoint.sources import find_source
+from mm_checkpoint._disk.files import read_json
+from mm_checkpoint._disk.iterations import TRACKER_NAME, damage_of, list_iterations
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, read_manifest
+from mm_checkpoint._formats.dcp_reader import DcpSource
+from mm_checkpoint._tensors.source import TensorInfo
+from mm_checkpoint._weights.sources import find_source
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
         SourceError, CorruptFileError: there is nothing of a known form, or it is unreadable.
     """
     path = Path(path)
-    iterations = _discovery.list_iterations(path)
+    iterations = list_iterations(path)
     if iterations:
         return _inspect_run(path, iterations)
     if (path / "model_index.json").is_file():
@@ -44,7 +43,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
 def _inspect_run(path: Path, iterations: list[tuple[int, Path]]) -> dict[str, Any]:
     entries = []
     for step, folder in iterations:
-        damage = _discovery.damage_of(folder)
+        damage = damage_of(folder)
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         entries.append(
             {"step": step, "folder": folder.name, "bytes": size, "complete": damage is None, "damage": damage}

@@ -6,8 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from mm_checkpoint._dcp_metadata import METADATA_NAME
-from mm_checkpoint._manifest import MANIFEST_NAME, find_damage
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, METADATA_NAME, find_damage
 from mm_checkpoint.errors import BadInputError, CorruptFileError, IncompleteCheckpointError, SourceError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

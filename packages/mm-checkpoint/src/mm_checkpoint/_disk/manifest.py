@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mm_checkpoint._files import FileRecord, checksum_file, dump_json, read_json, safe_join, write_bytes
+from mm_checkpoint._disk.durable import FileRecord, checksum_file, write_bytes
+from mm_checkpoint._disk.files import dump_json, read_json, safe_join
 from mm_checkpoint.errors import CorruptFileError, IncompleteCheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -88,3 +89,6 @@ def exported_parts(path: Path) -> list[Path]:
     if any(child.is_file() for child in path.iterdir()):
         return []
     return sorted(child for child in path.iterdir() if (child / MANIFEST_NAME).is_file())
+
+
+METADATA_NAME = ".metadata"

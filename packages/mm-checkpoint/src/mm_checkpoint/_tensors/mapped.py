@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_checkpoint._box import Box
-from mm_checkpoint._source import TensorInfo, TensorSource
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.source import TensorInfo, TensorSource
 from mm_checkpoint.errors import KeyMapError, sample
 from mm_checkpoint.key_map import Concat, KeyMap, Split, TensorOp, Transpose, _template
 

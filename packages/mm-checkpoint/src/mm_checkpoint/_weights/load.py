@@ -11,16 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._box import Box
-from mm_checkpoint._cache import converted
-from mm_checkpoint._naming import Wanted, choose_reading, compact_dtypes
+from mm_checkpoint._formats.safetensors import stream_pieces
 from mm_checkpoint._ranks import Ranks
-from mm_checkpoint._safetensors import stream_pieces
-from mm_checkpoint._source import PIECE_BYTES, TensorInfo, TensorSource, bytes_of
+from mm_checkpoint._tensors.box import Box
+from mm_checkpoint._tensors.dtypes import from_torch, kind, to_torch
+from mm_checkpoint._tensors.shards import fill, local_part
+from mm_checkpoint._tensors.source import PIECE_BYTES, TensorInfo, TensorSource, bytes_of
+from mm_checkpoint._weights.conversion_cache import converted
+from mm_checkpoint._weights.naming import Wanted, choose_reading, compact_dtypes
+from mm_checkpoint._weights.sources import WeightSource, find_source
 from mm_checkpoint.errors import BadInputError, CheckpointError, WeightMismatchError, nearest, sample
 from mm_checkpoint.key_map import KeyMap, get_key_map
-from mm_checkpoint.sources import WeightSource, find_source
+
+if TYPE_CHECKING:
+    import torch
 
 if TYPE_CHECKING:
     import torch
@@ -67,31 +71,6 @@ class LoadReport:
         parts += [f"left as they were: {sample(self.missing)}"] if self.missing else []
         parts += [f"not used: {sample(self.dropped)}"] if self.dropped else []
         return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """The memory this process holds of a tensor, and which box of the whole it is."""
-
-    tensor: torch.Tensor
-    box: Box
-
-
-def local_part(tensor: torch.Tensor) -> LocalPart:
-    """A plain tensor is all of itself; a DTensor's local shard is the box its placements give it.
-
-    Raises:
-        BadInputError: a DTensor that is not one box per rank.
-    """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return LocalPart(tensor.detach(), Box.full(tuple(tensor.shape)))
-    chunks = tensor.__create_chunk_list__()  # the protocol through which DCP asks a tensor for its shards
-    local = tensor.to_local().detach()
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
-        raise BadInputError(f"a DTensor with placements {tensor.placements} is not one box per rank")
-    return LocalPart(local, Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)))
 
 
 def load_weights(
@@ -226,8 +205,8 @@ def _wanted(module: nn.Module, targets: Mapping[str, torch.Tensor], allow_missin
 
 def _check_casts(infos: Mapping[str, TensorInfo], targets: Mapping[str, torch.Tensor], origin: Path) -> None:
     for name, info in infos.items():
-        wanted = _dtypes.from_torch(targets[name].dtype)
-        if _dtypes.kind(info.dtype) != _dtypes.kind(wanted):
+        wanted = from_torch(targets[name].dtype)
+        if kind(info.dtype) != kind(wanted):
             raise WeightMismatchError(f"{origin}: {name} is {info.dtype}, which can't be cast to the module's {wanted}")
 
 
@@ -255,21 +234,33 @@ def _equal(source: TensorSource, first: str, second: str) -> bool:
     return all(bytes_of(a) == bytes_of(b) for a, b in pairs)
 
 
-def fill(part: LocalPart, source: TensorSource, name: str) -> None:
-    """Read this process's box of ``name``, straight into its memory where the bytes can land there as they are."""
-    import torch
-
-    local, stored = part.tensor, _dtypes.to_torch(source.tensors[name].dtype)
-    if local.numel() == 0:
-        return
-    if local.device.type == "cpu" and local.dtype == stored and local.is_contiguous():
-        source.read_into(name, part.box, local)
-        return
-    scratch = torch.empty(min(PIECE_BYTES, part.box.numel * stored.itemsize), dtype=torch.uint8)
-    for box in part.box.pieces(PIECE_BYTES // stored.itemsize):
-        piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)
-        source.read_into(name, box, piece)
-        local[box.relative_to(part.box.offsets).slices].copy_(piece)
+def _report(
+    source: WeightSource,
+    plan: _Plan,
+    targets: Mapping[str, torch.Tensor],
+    wanted: Wanted,
+    bytes_read: int,
+    seconds: float,
+) -> LoadReport:
+    casts = Counter(
+        f"{info.dtype} -> {from_torch(targets[name].dtype)}"
+        for name, info in plan.infos.items()
+        if info.dtype != from_torch(targets[name].dtype)
+    )
+    absent = [name for name in wanted.shapes if name not in plan.infos]
+    partners = {name: [tied for tied in wanted.ties[name] if tied in plan.infos] for name in absent}
+    return LoadReport(
+        source=source.describe(),
+        naming=plan.naming,
+        loaded=len(plan.names),
+        bytes_read=bytes_read,
+        casts=dict(casts),
+        ties={name: found[0] for name, found in partners.items() if found},
+        missing=tuple(name for name, found in partners.items() if not found),
+        dropped=plan.dropped,
+        source_dtypes=compact_dtypes(plan.infos),
+        seconds=seconds,
+    )
 
 
 def _fill_by_broadcast(
@@ -284,7 +275,7 @@ def _fill_by_broadcast(
 
     for name in plan.names:
         info, part = plan.infos[name], local_part(targets[name])
-        stored = _dtypes.to_torch(info.dtype)
+        stored = to_torch(info.dtype)
         for box in Box.full(info.shape).pieces(PIECE_BYTES // stored.itemsize):
             length = box.numel * stored.itemsize
             message = torch.zeros(length + 1, dtype=torch.uint8)
@@ -302,32 +293,3 @@ def _fill_by_broadcast(
             if common is not None and part.tensor.numel():
                 target = part.tensor[common.relative_to(part.box.offsets).slices]
                 target.copy_(piece[common.relative_to(box.offsets).slices])
-
-
-def _report(
-    source: WeightSource,
-    plan: _Plan,
-    targets: Mapping[str, torch.Tensor],
-    wanted: Wanted,
-    bytes_read: int,
-    seconds: float,
-) -> LoadReport:
-    casts = Counter(
-        f"{info.dtype} -> {_dtypes.from_torch(targets[name].dtype)}"
-        for name, info in plan.infos.items()
-        if info.dtype != _dtypes.from_torch(targets[name].dtype)
-    )
-    absent = [name for name in wanted.shapes if name not in plan.infos]
-    partners = {name: [tied for tied in wanted.ties[name] if tied in plan.infos] for name in absent}
-    return LoadReport(
-        source=source.describe(),
-        naming=plan.naming,
-        loaded=len(plan.names),
-        bytes_read=bytes_read,
-        casts=dict(casts),
-        ties={name: found[0] for name, found in partners.items() if found},
-        missing=tuple(name for name, found in partners.items() if not found),
-        dropped=plan.dropped,
-        source_dtypes=compact_dtypes(plan.infos),
-        seconds=seconds,
-    )

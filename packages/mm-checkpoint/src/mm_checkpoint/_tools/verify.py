@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mm_checkpoint import _discovery
-from mm_checkpoint._dcp_metadata import METADATA_NAME
-from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._files import CHECKSUM, read_json, safe_join
-from mm_checkpoint._manifest import MANIFEST_NAME, exported_parts, find_damage, read_manifest
+from mm_checkpoint._disk.durable import CHECKSUM
+from mm_checkpoint._disk.files import read_json, safe_join
+from mm_checkpoint._disk.iterations import TRACKER_NAME, list_iterations, read_tracker, tracked_path
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, METADATA_NAME, exported_parts, find_damage, read_manifest
+from mm_checkpoint._formats.dcp_reader import DcpSource
+from mm_checkpoint._weights.sources import find_source
 from mm_checkpoint.errors import BadInputError, SourceError
-from mm_checkpoint.sources import find_source
 
 
 @dataclass
@@ -51,7 +51,7 @@ def verify(path: str | Path, *, on_bytes: Callable[[int], None] | None = None) -
 def _verify_any(result: Verification, path: Path, on_bytes: Callable[[int], None] | None) -> None:
     if (path / MANIFEST_NAME).is_file():
         _verify_manifest(result, path, on_bytes)
-    elif path.is_dir() and (_discovery.list_iterations(path) or (path / _discovery.TRACKER_NAME).exists()):
+    elif path.is_dir() and (list_iterations(path) or (path / TRACKER_NAME).exists()):
         _verify_run(result, path, on_bytes)
     elif (path / "model_index.json").is_file():
         index = path / "model_index.json"
@@ -104,16 +104,16 @@ def _verify_structure(result: Verification, path: Path) -> None:
 
 
 def _verify_run(result: Verification, path: Path, on_bytes: Callable[[int], None] | None) -> None:
-    for _, iteration in _discovery.list_iterations(path):
+    for _, iteration in list_iterations(path):
         if (iteration / MANIFEST_NAME).is_file() or (iteration / METADATA_NAME).is_file():
             _verify_any(result, iteration, on_bytes)
         else:
             result.problems.append(f"{iteration}: neither manifest nor .metadata: what is left of an interrupted save")
     try:
-        tracked = _discovery.read_tracker(path)
+        tracked = read_tracker(path)
         if tracked is None:
             result.notes.append(f"{path}: no tracker")
         else:
-            _discovery.tracked_path(path, tracked, must_exist=True)
+            tracked_path(path, tracked, must_exist=True)
     except BadInputError as error:
         result.problems.append(str(error))

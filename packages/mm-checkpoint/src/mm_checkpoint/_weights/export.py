@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._dcp_reader import DcpSource
-from mm_checkpoint._discovery import resolve_iteration
-from mm_checkpoint._files import build_folder, check_free_space, dump_json, read_json, safe_join, write_bytes
-from mm_checkpoint._folders import (
+from mm_checkpoint._disk.build_folder import build_folder, check_free_space
+from mm_checkpoint._disk.durable import write_bytes
+from mm_checkpoint._disk.files import dump_json, read_json, safe_join
+from mm_checkpoint._disk.iterations import resolve_iteration
+from mm_checkpoint._disk.manifest import MANIFEST_NAME, read_manifest
+from mm_checkpoint._formats.dcp_reader import DcpSource
+from mm_checkpoint._formats.model_folder import (
     DEFAULT_SHARD_SIZE,
+    HF_STEM,
     drop_ties,
     parse_size,
     stem_of,
@@ -21,13 +24,12 @@ from mm_checkpoint._folders import (
     total_bytes,
     write_model_folder,
 )
-from mm_checkpoint._manifest import MANIFEST_NAME, read_manifest
-from mm_checkpoint._mapped import apply_key_map, rename, strip_prefix
-from mm_checkpoint._safetensors import write_file
-from mm_checkpoint._source import TensorSource
+from mm_checkpoint._formats.safetensors import write_file
+from mm_checkpoint._tensors.dtypes import parse_dtype
+from mm_checkpoint._tensors.mapped import apply_key_map, rename, strip_prefix
+from mm_checkpoint._tensors.source import TensorSource
 from mm_checkpoint.errors import BadInputError, CorruptFileError, SourceError
 from mm_checkpoint.key_map import KeyMap, get_key_map
-from mm_checkpoint.sources import HF_STEM
 
 EXPORT_FORMS = ("diffusers", "hf", "safetensors")
 PIPELINE_INDEX = "model_index.json"
@@ -104,7 +106,7 @@ def export(
     """
     if to not in EXPORT_FORMS:
         raise BadInputError(f"to: {to!r} is not one of {', '.join(EXPORT_FORMS)}")
-    dtype = None if dtype is None else _dtypes.parse_dtype(dtype)
+    dtype = None if dtype is None else parse_dtype(dtype)
     iteration = resolve_iteration(Path(run_or_iteration))
     manifest = read_manifest(iteration)
     models = _sub_models(iteration, manifest)

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mm_checkpoint import _dtypes
-from mm_checkpoint._dcp_writer import pickle_value
-from mm_checkpoint._source import as_stored, bytes_of
-from mm_checkpoint._state import flatten
+from mm_checkpoint._formats.dcp_writer import pickle_value
+from mm_checkpoint._run.state import flatten
+from mm_checkpoint._tensors.dtypes import from_torch
+from mm_checkpoint._tensors.source import as_stored, bytes_of
 from mm_checkpoint.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         kind = "on meta" if tensor.is_meta else "quantised" if tensor.is_quantized else f"of layout {tensor.layout}"
         raise BadInputError(f"state: {name} is {kind} and can't be saved")
     try:
-        _dtypes.from_torch(tensor.dtype)
+        from_torch(tensor.dtype)
     except BadInputError as error:
         raise BadInputError(f"state: {name}: {error}") from error
 

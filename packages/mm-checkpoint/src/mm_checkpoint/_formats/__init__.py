@@ -1,0 +1,1 @@
+"""The file formats: safetensors, torch files, DCP, and folders of them."""

@@ -1,0 +1,1 @@
+"""A run's checkpoints: saved, found again, restored."""

@@ -1,0 +1,1 @@
+"""Tensors as named boxes of bytes: sources, dtypes, key maps applied, local shards."""

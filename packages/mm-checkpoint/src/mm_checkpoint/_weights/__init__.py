@@ -1,0 +1,1 @@
+"""Weights in and out: sources, loading into shards, conversion, export."""
