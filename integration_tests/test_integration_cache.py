@@ -20,8 +20,8 @@ SCRIPT = Path(sys.executable).parent / "mm-trainer"
 def train_and_describe(rank: int, world_size: int, environ: dict[str, str], overrides: list[str]) -> dict[str, Any]:
     """Train; which sub-models were never given memory?"""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.run import make_engine
 
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)

@@ -17,9 +17,9 @@ from torch import Tensor
 from workspace import Workspace
 
 from mm_parallel import ParallelMesh, count_communication
+from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
-from mm_trainer.engine.window import LogWindow
-from mm_trainer.run import make_engine
+from mm_trainer.metrics.window import LogWindow
 
 STEPS, ACCUMULATE = 2, 4
 PROMPTS = [

@@ -14,10 +14,10 @@ from test_integration_training import settings
 from workspace import Workspace
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
-from mm_trainer.engine.engine import TrainEngine
-from mm_trainer.engine.window import LogWindow
-from mm_trainer.run import make_engine
+from mm_trainer.engine.loop import TrainEngine
+from mm_trainer.metrics.window import LogWindow
 
 RANKS, STEPS = 4, 10
 FILE = "diffusion_pytorch_model.safetensors"

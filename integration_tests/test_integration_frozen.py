@@ -35,8 +35,8 @@ def train_and_compare(rank: int, world_size: int, environ: dict[str, str], overr
     from safetensors.torch import load_file
 
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.run import make_engine
 
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)
@@ -101,8 +101,8 @@ def count_loads(rank: int, world_size: int, environ: dict[str, str], overrides: 
     """How often the tensors of each weight folder are opened on this rank while everything is built."""
     from mm_checkpoint import WeightSource
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.run import make_engine
 
     os.environ.update(environ)
     opened: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What the multi-rank tests run on every rank: a whole training through `mm_trainer.run`, in this process."""
+"""What the multi-rank tests run on every rank: a whole training through `mm_trainer.commands.train`, in-process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch.utils.tensorboard  # noqa: F401
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.train import run_training
 from mm_trainer.config import bind, load_config, resolve
-from mm_trainer.run import run_training
 
 RECIPE = "recipe:wan2_2/tiny_t2v"
 # Heavy modules that the zygote imports once, for every rank forked from it.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mm_trainer.config import bind, load_config
-from mm_trainer.data.build_cache import cache_settings
-from mm_trainer.data.cache import check_settings
+from mm_trainer.data.cache.dataset import check_settings
+from mm_trainer.data.cache.recipe import cache_settings
 from mm_trainer.errors import DataError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_trainer.check import check
+from mm_trainer.commands.check import check
 from mm_trainer.config import load_config
 from mm_trainer.errors import ConfigError
 

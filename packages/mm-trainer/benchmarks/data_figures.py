@@ -33,14 +33,14 @@ from torch import Tensor
 
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.cache import CachedDataset
-from mm_trainer.data.cache_writer import CacheOptions, write_cache
+from mm_trainer.data.batch import to_pixels
+from mm_trainer.data.cache.dataset import CachedDataset
+from mm_trainer.data.cache.writer import CacheOptions, write_cache
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
-from mm_trainer.data.metadata_formats import read_table
+from mm_trainer.data.metadata.formats import read_table
 from mm_trainer.data.order import DataOrder, SampleTable
-from mm_trainer.data.pixels import to_pixels
-from mm_trainer.data.shaping import Bucket, cover
-from mm_trainer.data.video import VideoDataset
+from mm_trainer.data.video.buckets import Bucket, cover
+from mm_trainer.data.video.dataset import VideoDataset
 
 FRAMES, HEIGHT, WIDTH, RATE = 49, 480, 832, 16
 CONTEXT = DatasetContext(InputSpec(frame_stride=4, spatial_multiple=16), None, 0)

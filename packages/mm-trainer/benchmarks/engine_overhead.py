@@ -31,17 +31,17 @@ from torch import Tensor, nn
 
 from mm_checkpoint import CheckpointManager
 from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, clip_grad_norm, parallelize
-from mm_trainer.config.training import LoggingConfig, MemoryProfileConfig, ProfileConfig, TrainingConfig
+from mm_trainer.config.sections.training import LoggingConfig, MemoryProfileConfig, ProfileConfig, TrainingConfig
 from mm_trainer.contracts import BaseModel, InputSpec, ModelOutput, ModelSpec
-from mm_trainer.engine.engine import Services, TrainEngine
-from mm_trainer.engine.lr import LearningRate
-from mm_trainer.engine.metrics import MetricsWriter
-from mm_trainer.engine.optim import build_optimizers
-from mm_trainer.engine.profiling import ProfileWindows
+from mm_trainer.engine.build import BuiltModel
+from mm_trainer.engine.checkpoint import CheckpointIO, Progress
+from mm_trainer.engine.loop import Services, TrainEngine
 from mm_trainer.engine.signals import RequestWatcher
-from mm_trainer.engine.sinks import open_sinks
-from mm_trainer.engine.state import CheckpointIO, Progress
-from mm_trainer.hub import BuiltModel
+from mm_trainer.metrics.profiling import ProfileWindows
+from mm_trainer.metrics.sinks import open_sinks
+from mm_trainer.metrics.writer import MetricsWriter
+from mm_trainer.optim.lr import LearningRate
+from mm_trainer.optim.optimizers import build_optimizers
 
 DIM, LAYERS, HEADS, FFN, TOKENS = 512, 8, 8, 2048, 1024
 SAVE_INTERVAL = 10

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from mm_trainer.config import TrainingConfig
-from mm_trainer.engine.optim import NamedOptimizer, build_optimizers
-from mm_trainer.engine.profiling import held_bytes
+from mm_trainer.metrics.profiling import held_bytes
+from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
 
 CASES = (
     ("adamw", torch.float32),

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from mm_trainer.config import RankEnvironment
 from mm_trainer.errors import InputError
-from mm_trainer.launch import record_failure
+from mm_trainer.launch.failures import record_failure
+from mm_trainer.launch.rank import RankEnvironment
 
 
 def main(behaviour: str, folder: Path) -> None:

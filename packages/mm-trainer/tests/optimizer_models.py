@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer_plugin_models import VOCABULARY, Regressor
 
 from mm_trainer.config import TrainingConfig
-from mm_trainer.engine.optim import NamedOptimizer, build_optimizers
+from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
 from mm_trainer.registry import register_model
 
 KINDS = ("adamw", "adamw_8bit", "adamw_sr", "muon")

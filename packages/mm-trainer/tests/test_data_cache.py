@@ -21,13 +21,13 @@ from torch.nn import functional as F
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import Loaded
-from mm_trainer.data.cache import UNKNOWN, CachedDataset
-from mm_trainer.data.cache_shards import ShardWriter
-from mm_trainer.data.cache_writer import CacheOptions, CacheReport, write_cache
-from mm_trainer.data.fingerprints import THROUGHOUT, file_digest
+from mm_trainer.data.batch import to_pixels
+from mm_trainer.data.cache.dataset import UNKNOWN, CachedDataset
+from mm_trainer.data.cache.shards import ShardWriter
+from mm_trainer.data.cache.writer import CacheOptions, CacheReport, write_cache
+from mm_trainer.data.identity import THROUGHOUT, file_digest
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
-from mm_trainer.data.pixels import to_pixels
-from mm_trainer.data.video import VideoDataset
+from mm_trainer.data.video.dataset import VideoDataset
 from mm_trainer.errors import DataError
 
 SETTINGS = {"data": {"fps": 16}, "encoders": {"ae": "abc"}}

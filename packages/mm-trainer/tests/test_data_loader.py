@@ -13,9 +13,9 @@ import torch
 from data_clips import context, write_clip
 from data_fakes import NumberDataset
 
-from mm_trainer.data.collate import collate
+from mm_trainer.data.batch import collate
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
-from mm_trainer.data.video import VideoDataset
+from mm_trainer.data.video.dataset import VideoDataset
 from mm_trainer.errors import BadSample, DataError
 
 TWO_WORKERS = WorkerOptions(num_workers=2)
@@ -238,7 +238,7 @@ def test_ranks_that_see_different_data_do_not_start(run_ranks: Any) -> None:
 
 
 def compare_tables(rank: int, world_size: int) -> str:
-    from mm_trainer.data.build import check_agreement
+    from mm_trainer.data.open import check_agreement
     from mm_trainer.data.order import SampleTable
 
     check_agreement(SampleTable.build([0] * 4, [1] * 4), torch.device("cpu"))

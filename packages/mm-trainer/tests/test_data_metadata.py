@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mm_trainer.data.metadata import Table
-from mm_trainer.data.metadata_formats import read_table
+from mm_trainer.data.metadata.formats import read_table
+from mm_trainer.data.metadata.table import Table
 from mm_trainer.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -197,8 +197,8 @@ def test_non_ascii_names_under_an_ascii_locale(tmp_path: Path) -> None:
         "import sys, logging\n"
         "from data_clips import context, read_numbers, write_clip\n"
         "from pathlib import Path\n"
-        "from mm_trainer.data.metadata_formats import read_table\n"
-        "from mm_trainer.data.video import VideoDataset\n"
+        "from mm_trainer.data.metadata.formats import read_table\n"
+        "from mm_trainer.data.video.dataset import VideoDataset\n"
         "logging.basicConfig()\n"
         "folder = Path(sys.argv[1])\n"
         "write_clip(folder / read_table(folder / 'm.csv').media(0), frames=6)\n"

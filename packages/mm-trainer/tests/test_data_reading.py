@@ -11,9 +11,9 @@ import pytest
 import torch
 from data_clips import paint, read_number, read_numbers, write_audio, write_clip
 
-from mm_trainer.data.pixels import to_pixels
-from mm_trainer.data.reader import MediaError, probe, read_frames, read_image, read_still
-from mm_trainer.data.shaping import Crop
+from mm_trainer.data.batch import to_pixels
+from mm_trainer.data.video.buckets import Crop
+from mm_trainer.data.video.reader import MediaError, probe, read_frames, read_image, read_still
 
 
 def frames_at(path: Path, times: list[float], height: int = 48, width: int = 64) -> torch.Tensor:
@@ -46,7 +46,7 @@ def test_constant_rates_to_16_fps(tmp_path: Path, rate: int, codec: str) -> None
 
 def test_counts_are_exact() -> None:
     """B059, B060, with the rounding that containers do to durations."""
-    from mm_trainer.data.reader import MediaInfo
+    from mm_trainer.data.video.reader import MediaInfo
 
     def count(frames: int, fps: float, target: float, error: float = 0.0) -> int:
         return MediaInfo(64, 48, frames, fps, frames / fps + error).frames_at(target)
@@ -105,7 +105,7 @@ def test_seeking_into_a_clip_gives_the_same_frames(tmp_path: Path, start: float)
 
 
 def test_seeking_decodes_no_more_than_the_group_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mm_trainer.data import reader
+    from mm_trainer.data.video import reader
 
     path = write_clip(tmp_path / "a.mp4", frames=120, fps=16, gop=12)
     decoded = []
@@ -124,7 +124,7 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path: Path) -> None:
     """30 to 10 fps with B-frames: two of three aren't wanted, and what comes is what decoding them all gives."""
     import av
 
-    from mm_trainer.data import reader
+    from mm_trainer.data.video import reader
 
     path = write_clip(tmp_path / "a.mp4", frames=60, fps=30, codec="libx264")
     times = grid(10, 20)
@@ -242,7 +242,7 @@ def test_values_span_minus_one_to_one() -> None:
 
 
 def test_bytes_become_pixels_on_the_way_to_the_device() -> None:
-    from mm_trainer.engine.engine import to_device
+    from mm_trainer.data.batch import to_device
 
     batch = {"video": torch.full((1, 3, 1, 2, 2), 255, dtype=torch.uint8), "ids": torch.ones(2, 3, dtype=torch.uint8)}
     moved = to_device({**batch, "nested": batch, "text": ["a"]}, torch.device("cpu"))

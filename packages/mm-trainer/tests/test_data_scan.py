@@ -10,12 +10,12 @@ from data_fakes import NumberDataset
 from PIL import Image
 from rich.console import Console
 
-from mm_trainer.data.contact_sheet import THUMBNAIL, write_contact_sheet
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.report import DataReport
-from mm_trainer.data.scan import BucketCount, ScanResult, scan, scan_tables
-from mm_trainer.data.video import VideoDataset
+from mm_trainer.data.survey.contact_sheet import THUMBNAIL, write_contact_sheet
+from mm_trainer.data.survey.scan import BucketCount, ScanResult, scan, scan_tables
+from mm_trainer.data.video.dataset import VideoDataset
 
 
 def test_a_set_is_reported_and_shown(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.shaping import (
+from mm_trainer.data.video.buckets import (
     Bucket,
     BudgetBuckets,
     FixedBuckets,

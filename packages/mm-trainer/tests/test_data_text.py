@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mm_trainer.data.text import clean
+from mm_trainer.data.video.captions import clean
 
 
 @pytest.mark.parametrize(

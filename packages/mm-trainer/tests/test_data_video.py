@@ -17,11 +17,11 @@ from PIL import Image
 
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
+from mm_trainer.data.batch import to_pixels
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
 from mm_trainer.data.mixing import MixedDataset
-from mm_trainer.data.pixels import to_pixels
-from mm_trainer.data.reader import probe
-from mm_trainer.data.video import VideoDataset
+from mm_trainer.data.video.dataset import VideoDataset
+from mm_trainer.data.video.reader import probe
 from mm_trainer.errors import BadSample, DataError
 
 

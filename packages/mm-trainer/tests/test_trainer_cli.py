@@ -14,9 +14,10 @@ import yaml
 from cfg_helpers import CONTAINER, SINGLE, Finished, run_cli, write
 
 from mm_checkpoint.errors import SourceError
-from mm_trainer import cli, jobs
+from mm_trainer import cli
+from mm_trainer.commands import job as jobs
 from mm_trainer.errors import ConfigError, DataError
-from mm_trainer.launch import LaunchPlan
+from mm_trainer.launch.plan import LaunchPlan
 
 Main = Callable[..., Finished]
 
@@ -40,7 +41,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """Replaces the run itself; collects what it was called with."""
-    from mm_trainer import run
+    from mm_trainer.commands import train as run
 
     calls: list[tuple[Any, dict[str, Any]]] = []
 
@@ -116,7 +117,7 @@ def test_recipes_models_env(main: Main) -> None:
         assert shown.code == 0
         assert "model_id" in shown.out
     models = main("models").out
-    assert re.search(r"video +mm-trainer \(mm_trainer.data.video:VideoDataset\)", models)
+    assert re.search(r"video +mm-trainer \(mm_trainer.data.video.dataset:VideoDataset\)", models)
     report = yaml.safe_load(main("env").out)
     assert report["packages"]["torch"]
     assert report["devices"]
@@ -149,7 +150,7 @@ def test_a_dry_run_is_passed_on(main: Main, runs: list[Any], tmp_path: Path) -> 
 def test_a_cache_is_made_in_a_folder_that_needn_t_exist(
     main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from mm_trainer import run_cache
+    from mm_trainer.commands import cache as run_cache
 
     seen: list[Any] = []
     monkeypatch.setattr(run_cache, "cache", lambda config, **options: seen.append((config, options)) or 0)
@@ -165,7 +166,7 @@ def test_a_cache_is_made_in_a_folder_that_needn_t_exist(
 def test_bad_input_is_one_message_and_code_2(
     error: Exception, main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from mm_trainer import run
+    from mm_trainer.commands import train as run
 
     def train(config: Any, **options: Any) -> int:
         raise error
@@ -179,7 +180,9 @@ def test_bad_input_is_one_message_and_code_2(
 
 def test_a_fault_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(
-        "import mm_trainer.run\ndef train(c, **o): raise KeyError('ours')\nmm_trainer.run.train = train\n"
+        "from mm_trainer.commands import train as command\n"
+        "def train(c, **o): raise KeyError('ours')\n"
+        "command.train = train\n"
     )
     done = run_cli(["train", write(tmp_path, SINGLE), "training.plugin=[cfg_plugin, faulty]"], tmp_path)
     assert done.code == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, write
 
-from mm_trainer.check import Checked, check
+from mm_trainer.commands.check import Checked, check
 from mm_trainer.config import bind, dump_resolved, load_config
 from mm_trainer.errors import ConfigError
 

@@ -13,8 +13,8 @@ from cfg_helpers import CONTAINER, SINGLE, environment, line_of, write
 
 from mm_checkpoint.config import WeightSourceConfig
 from mm_trainer.config import SubModelConfig, dump_resolved, json_schema, load_config, resolve
-from mm_trainer.config.foreign import FOREIGN_KEYS
 from mm_trainer.config.schema import section_keys
+from mm_trainer.config.yaml.foreign import FOREIGN_KEYS
 from mm_trainer.errors import ConfigError
 
 
@@ -275,7 +275,7 @@ def test_an_error_names_the_file_that_wrote_the_value(tmp_path: Path) -> None:
 
 
 def test_extends_a_recipe(tmp_path: Path) -> None:
-    from mm_trainer.config.document import read_document
+    from mm_trainer.config.yaml.document import read_document
 
     text = "extends: recipe:mine\ntraining: {lr: 5e-4}\n"
     document = read_document(write(tmp_path, text), [], environment(tmp_path), {"mine": SINGLE}.__getitem__)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from cfg_helpers import CONTAINER, environment, run_cli, write
 
-from mm_trainer.check import check
+from mm_trainer.commands.check import check
 from mm_trainer.config import dump_resolved, load_config, resolve
 from mm_trainer.errors import InputError
 

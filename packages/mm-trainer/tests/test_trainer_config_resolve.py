@@ -8,7 +8,7 @@ import pytest
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, write
 
 from mm_trainer.config import ResolvedConfig, load_config, resolve
-from mm_trainer.config.resolving import smallest_world_size
+from mm_trainer.config.resolve import smallest_world_size
 from mm_trainer.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_a_global_batch_that_doesn_t_fit_is_refused_with_the_formula(tmp_path: P
 
 def test_warm_up_counts_updates(tmp_path: Path) -> None:
     """B096: the learning rate after an update is the same for any number of ranks and accumulated micro-batches."""
-    from mm_trainer.run import make_learning_rate
+    from mm_trainer.commands.train import make_learning_rate
 
     rates = set()
     for ranks in (1, 2):

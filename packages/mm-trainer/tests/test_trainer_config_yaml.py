@@ -7,7 +7,7 @@ import math
 import pytest
 import yaml
 
-from mm_trainer.config.yaml_nodes import Dumper, parse_yaml
+from mm_trainer.config.yaml.nodes import Dumper, parse_yaml
 from mm_trainer.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mm_trainer.engine.conditions import ConditionBatcher
-from mm_trainer.engine.lr import LearningRate
 from mm_trainer.errors import ConfigError
-from mm_trainer.parameters import match_parameters
+from mm_trainer.optim.lr import LearningRate
+from mm_trainer.optim.parameters import match_parameters
 from mm_trainer.randomness import keyed_generator, keyed_normal, keyed_uniform
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from cfg_helpers import SINGLE, TESTS, cli_environment, run_cli, write
 
-from mm_trainer import elastic
-from mm_trainer.elastic import hosts_endpoint
 from mm_trainer.errors import InputError
-from mm_trainer.launch import LaunchPlan, launch
+from mm_trainer.launch import agent as elastic
+from mm_trainer.launch.agent import hosts_endpoint
+from mm_trainer.launch.launcher import launch
+from mm_trainer.launch.plan import LaunchPlan
 
 RANK = str(TESTS / "cfg_rank.py")
 
@@ -139,7 +140,7 @@ def test_one_node_takes_a_free_port(tmp_path: Path) -> None:
         command = [
             sys.executable,
             "-c",
-            f"from mm_trainer.launch import *; print(launch(LaunchPlan(2), {[RANK, 'fine', '.']}))",
+            f"from mm_trainer.launch.launcher import *; print(launch(LaunchPlan(2), {[RANK, 'fine', '.']}))",
         ]
         jobs = [
             subprocess.Popen(command, cwd=tmp_path, env=cli_environment(), stdout=subprocess.PIPE, text=True)
@@ -181,7 +182,7 @@ def test_two_launchers_on_one_machine_are_two_nodes(tmp_path: Path) -> None:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     code = (
-        "from mm_trainer.launch import *\n"
+        "from mm_trainer.launch.launcher import *\n"
         f"plan = LaunchPlan(1, nnodes=2, rdzv_endpoint='127.0.0.1:{port}', rdzv_id='job')\n"
         f"print(launch(plan, {[RANK, 'fine', '.']}))"
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mm_trainer.config.training import LoggingConfig
-from mm_trainer.engine.metrics import MetricsWriter
-from mm_trainer.engine.sinks import JsonLines, open_sinks
+from mm_trainer.config.sections.training import LoggingConfig
 from mm_trainer.errors import ConfigError
+from mm_trainer.metrics.sinks import JsonLines, open_sinks
+from mm_trainer.metrics.writer import MetricsWriter
 
 
 def test_every_line_is_json_also_with_bad_numbers(tmp_path: Path) -> None:

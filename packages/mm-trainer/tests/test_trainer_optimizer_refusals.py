@@ -9,7 +9,7 @@ import pytest
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, run_cli, write
 from optimizer_models import build, run
 
-from mm_trainer.check import check
+from mm_trainer.commands.check import check
 from mm_trainer.config import load_config, resolve
 from mm_trainer.errors import ConfigError, InputError
 

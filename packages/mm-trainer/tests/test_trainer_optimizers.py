@@ -12,10 +12,10 @@ from optimizer_models import KINDS, Net, build, eager, run, set_gradients, snaps
 from rank_training import read_checkpoint, trace, train_rank
 from torch import Tensor, nn
 
-from mm_trainer.engine import low_bit
-from mm_trainer.engine.low_bit import random_bits, round_stochastically
-from mm_trainer.engine.optim import build_optimizers
-from mm_trainer.engine.profiling import held_bytes
+from mm_trainer.metrics.profiling import held_bytes
+from mm_trainer.optim import low_bit
+from mm_trainer.optim.low_bit import random_bits, round_stochastically
+from mm_trainer.optim.optimizers import build_optimizers
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao isn't installed")
 EVERY = [pytest.param(kind, marks=needs_torchao) if kind == "adamw_8bit" else kind for kind in KINDS]

@@ -39,7 +39,7 @@ class Other: ...
 
 def test_built_ins_enter_by_the_same_door() -> None:
     (video,) = registry.installed(registry.DATASETS)["video"]
-    assert (video.distribution, video.target) == ("mm-trainer", "mm_trainer.data.video:VideoDataset")
+    assert (video.distribution, video.target) == ("mm-trainer", "mm_trainer.data.video.dataset:VideoDataset")
     assert registry.load_dataset_factory("video").__name__ == "VideoDataset"
 
 

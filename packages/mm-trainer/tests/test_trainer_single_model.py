@@ -39,8 +39,8 @@ def config(tmp_path: Path) -> str:
 def inspect_start(rank: int, world_size: int, config_file: str, overrides: list[str]) -> dict[str, Any]:
     """Whole weights as they are before the first step."""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
-    from mm_trainer.run import make_engine
 
     config = resolve(load_config(config_file, overrides), world_size)
     engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))

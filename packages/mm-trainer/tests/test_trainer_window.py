@@ -17,13 +17,13 @@ from rank_training import train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
-from mm_trainer.engine import timing
-from mm_trainer.engine.engine import TrainEngine
-from mm_trainer.engine.peaks import peak_tflops
-from mm_trainer.engine.timing import PhaseTimer
-from mm_trainer.engine.window import LogWindow, memory_figures
-from mm_trainer.run import make_engine
+from mm_trainer.engine.loop import TrainEngine
+from mm_trainer.metrics import timing
+from mm_trainer.metrics.peaks import peak_tflops
+from mm_trainer.metrics.timing import PhaseTimer
+from mm_trainer.metrics.window import LogWindow, memory_figures
 
 RECIPE = "recipe:toy/squares"
 PHASES = ("data", "conditions", "forward", "backward", "optimizer", "validation", "save", "waiting")

@@ -55,7 +55,7 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 - not all of torch's errors are an Exception; sorted by kind there
-        from mm_trainer.jobs import end_with
+        from mm_trainer.commands.job import end_with
 
         end_with(error)
 
@@ -75,14 +75,16 @@ def train(
 
     With training.load=auto, ranks that are started again go on from the newest complete checkpoint.
     """
-    from mm_trainer.jobs import Job, Ranks, run_job
+    from mm_trainer.commands.job import Job, Ranks, run_job
 
     def check_restarts(loaded: TrainerConfig) -> None:
         if max_restarts and loaded.training.load != "auto":
             raise InputError("--max-restarts: ranks that start again can only go on with training.load=auto")
 
     flags = ["--dry-run"] if dry_run else []
-    job = Job("train", "mm_trainer.run:train", config, overrides or [], {"dry_run": dry_run}, flags, check_restarts)
+    job = Job(
+        "train", "mm_trainer.commands.train:train", config, overrides or [], {"dry_run": dry_run}, flags, check_restarts
+    )
     raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
@@ -98,10 +100,10 @@ def cache(
     variants: Annotated[int, typer.Option(min=1, help="Crops and captions per sample of the training set.")] = 1,
 ) -> None:
     """Run the frozen encoders over the data sets once and keep their output in data.cache."""
-    from mm_trainer.jobs import Job, Ranks, run_job
+    from mm_trainer.commands.job import Job, Ranks, run_job
 
     options, flags = {"variants": variants}, ["--variants", str(variants)]
-    job = Job("cache", "mm_trainer.run_cache:cache", config, overrides or [], options, flags, _make_cache_folder)
+    job = Job("cache", "mm_trainer.commands.cache:cache", config, overrides or [], options, flags, _make_cache_folder)
     raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
@@ -138,8 +140,8 @@ def sample(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
 ) -> None:
     """Make clips from a run's newest checkpoint, or from a pipeline folder."""
+    from mm_trainer.commands.sample import sample as run_sampling
     from mm_trainer.contracts.sampling import SampleRequest
-    from mm_trainer.sample import sample as run_sampling
 
     first = SampleRequest(
         prompt="",
@@ -185,15 +187,15 @@ def check(
     if config is None:
         raise InputError("CONFIG is missing: a YAML file, or recipe:NAME (`mm-trainer recipes` lists them)")
     from mm_trainer.config import load_config, resolve
-    from mm_trainer.config.resolving import smallest_world_size
+    from mm_trainer.config.resolve import smallest_world_size
 
     loaded = load_config(config, overrides or [])
     ranks = world_size or smallest_world_size(loaded)
     resolve(loaded, ranks)  # what needs no plugin is answered before anything heavy is imported
     from rich.console import Console
 
-    from mm_trainer.check import check as run_check
-    from mm_trainer.check import print_report, scan_data
+    from mm_trainer.commands.check import check as run_check
+    from mm_trainer.commands.check import print_report, scan_data
 
     checked = run_check(loaded, ranks, require_files=files or data)
     print_report(checked, Console())
@@ -238,6 +240,6 @@ def env() -> None:
     """Show versions, devices, plugins and variables; every run stores the same with itself."""
     import yaml
 
-    from mm_trainer.environment_report import environment_report
+    from mm_trainer.commands.env import environment_report
 
     print(yaml.safe_dump(environment_report(), sort_keys=False), end="")

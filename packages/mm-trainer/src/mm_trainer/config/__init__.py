@@ -9,36 +9,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_trainer.config.binding import BoundConfig, DatasetBinding, bind
-    from mm_trainer.config.data import DataConfig, DataLoaderParam, DatasetParam
-    from mm_trainer.config.dump import dump_resolved
-    from mm_trainer.config.environment import Environment, RankEnvironment
-    from mm_trainer.config.loader import load_config, locate
-    from mm_trainer.config.model import ModelConfig, SubModelConfig
-    from mm_trainer.config.resolving import resolve
+    from mm_trainer.config.bind import BoundConfig, DatasetBinding, bind
+    from mm_trainer.config.environment import Environment
+    from mm_trainer.config.load import load_config, locate
+    from mm_trainer.config.resolve import resolve
     from mm_trainer.config.schema import ResolvedConfig, TrainerConfig, json_schema
-    from mm_trainer.config.training import ToolsConfig, TrainingConfig
+    from mm_trainer.config.sections.data import DataConfig, DataLoaderParam, DatasetParam
+    from mm_trainer.config.sections.model import ModelConfig, SubModelConfig
+    from mm_trainer.config.sections.training import ToolsConfig, TrainingConfig
+    from mm_trainer.config.yaml.dump import dump_resolved
 
 _HOMES = {
-    "BoundConfig": "binding",
-    "DataConfig": "data",
-    "DataLoaderParam": "data",
-    "DatasetBinding": "binding",
-    "DatasetParam": "data",
+    "BoundConfig": "bind",
+    "DataConfig": "sections.data",
+    "DataLoaderParam": "sections.data",
+    "DatasetBinding": "bind",
+    "DatasetParam": "sections.data",
     "Environment": "environment",
-    "ModelConfig": "model",
-    "RankEnvironment": "environment",
+    "ModelConfig": "sections.model",
     "ResolvedConfig": "schema",
-    "SubModelConfig": "model",
-    "ToolsConfig": "training",
+    "SubModelConfig": "sections.model",
+    "ToolsConfig": "sections.training",
     "TrainerConfig": "schema",
-    "TrainingConfig": "training",
-    "bind": "binding",
-    "dump_resolved": "dump",
+    "TrainingConfig": "sections.training",
+    "bind": "bind",
+    "dump_resolved": "yaml.dump",
     "json_schema": "schema",
-    "load_config": "loader",
-    "locate": "loader",
-    "resolve": "resolving",
+    "load_config": "load",
+    "locate": "load",
+    "resolve": "resolve",
 }
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "DatasetParam",
     "Environment",
     "ModelConfig",
-    "RankEnvironment",
     "ResolvedConfig",
     "SubModelConfig",
     "ToolsConfig",

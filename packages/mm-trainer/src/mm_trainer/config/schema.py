@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 
 from mm_parallel.config import FeaturesConfig, ParallelConfig
 from mm_parallel.sizes import MeshSizes
-from mm_trainer.config.data import DataConfig
-from mm_trainer.config.document import Document
-from mm_trainer.config.fields import Section, all_keys
-from mm_trainer.config.model import ModelConfig
-from mm_trainer.config.training import ToolsConfig, TrainingConfig
+from mm_trainer.config.sections.data import DataConfig
+from mm_trainer.config.sections.fields import Section, all_keys
+from mm_trainer.config.sections.model import ModelConfig
+from mm_trainer.config.sections.training import ToolsConfig, TrainingConfig
+from mm_trainer.config.yaml.document import Document
 
 
 class Sections(Section):

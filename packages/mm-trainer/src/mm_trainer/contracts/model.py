@@ -24,7 +24,7 @@ Tokenizer = Callable[[Sequence[str]], dict[str, Tensor]]
 class BaseModel(nn.Module):
     """Base class of every sub-model; registered under the entry-point group ``mm_trainer.models``.
 
-    The framework calls, in this order (see [Note: build order] in `mm_trainer.hub`):
+    The framework calls, in this order (see [Note: build order] in `mm_trainer.engine.build`):
 
     1. :meth:`from_config` with parameters on meta, or :meth:`from_pretrained` where ``meta_init: false``;
     2. freezing, recompute and offload, FSDP2, materialisation (nothing the model does itself);

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.collate import collate
+from mm_trainer.data.batch import collate
 from mm_trainer.data.order import SampleTable
 from mm_trainer.errors import BadSample, DataError
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.bad_samples import BadSampleLog, OnBadSample, SampleReader, join
-from mm_trainer.data.fingerprints import names_digest
+from mm_trainer.data.identity import names_digest
 from mm_trainer.data.order import DataOrder, SampleTable
 from mm_trainer.data.report import Naming, Reporting
 from mm_trainer.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.fingerprints import sample_fingerprint
+from mm_trainer.data.identity import sample_fingerprint
 from mm_trainer.data.report import DataReport, Naming, copy_report
 
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mm_trainer.data.batch import Batch
+
 log = logging.getLogger(__name__)
 
-Batch = dict[str, Any]
 Conditions = Mapping[str, Tensor]
 Prepare = Callable[[Batch], Conditions]
 

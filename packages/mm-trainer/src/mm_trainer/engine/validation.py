@@ -10,7 +10,7 @@ from torch import nn
 
 from mm_parallel import ParallelMesh
 from mm_trainer.contracts.pipeline import ModelOutput
-from mm_trainer.engine.conditions import Batch
+from mm_trainer.data.batch import Batch
 from mm_trainer.errors import InputError
 
 

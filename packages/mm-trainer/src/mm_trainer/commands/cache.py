@@ -1,0 +1,92 @@
+"""``mm-trainer cache``: run the frozen encoders over the data sets once, on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_parallel import ParallelMesh, reset_frozen
+from mm_trainer.commands.train import frozen_names
+from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, resolve
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.data.batch import to_device
+from mm_trainer.data.cache.recipe import make_cache
+from mm_trainer.data.cache.writer import CacheReport
+from mm_trainer.engine.build import build_model
+from mm_trainer.errors import ConfigError
+from mm_trainer.launch.process import pick_device, process_group, set_up_logging
+from mm_trainer.launch.rank import RankEnvironment
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 10.0
+"""Seconds between two lines on how far it is."""
+
+
+def cache(config: TrainerConfig, *, variants: int = 1) -> int:
+    """Write the cache that ``data.cache`` names; called once in every rank's process.
+
+    Args:
+        variants: crops and captions per sample of the training set.
+
+    Returns:
+        the exit code, 0.
+    """
+    environment = RankEnvironment.read()
+    rank = environment or RankEnvironment()
+    set_up_logging(rank.rank)
+    resolved = resolve(config, rank.world_size)
+    bound = bind(resolved)
+    device_type = pick_device(rank.local_rank)
+    with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
+        reports = write_caches(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type), variants)
+    for name, report in reports.items():
+        log.info("%s: %s", name, report)
+    return 0
+
+
+def write_caches(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, variants: int = 1
+) -> dict[str, CacheReport]:
+    """Build the encoders only (what is trained stays on meta) and write the caches; the process group is initialised.
+
+    Raises:
+        ConfigError: no folder is named, or the model has no encoders of its own.
+    """
+    if config.data.cache is None:
+        raise ConfigError("names no folder to write to", key="data.cache")
+    encoders = frozen_names(bound)
+    built = build_model(
+        bound,
+        mesh,
+        plan=config.parallel.fsdp_plan,
+        features=config.features,
+        seed=config.training.seed,
+        unused=[name for name in bound.specs if name not in encoders],
+    )
+    container = built.model
+    if not isinstance(container, ModelContainer) or container.pipeline is None or not encoders:
+        raise ConfigError("there is nothing to cache: no sub-model is frozen, or there is no pipeline", key="model")
+    pipeline = container.pipeline
+
+    @torch.no_grad()
+    def encode(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        conditions = pipeline.prepare_conditions(container, to_device(batch, mesh.device))
+        for name in encoders:
+            reset_frozen(built.sub_models[name])
+        return {name: value.cpu() for name, value in conditions.items()}
+
+    said = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if mesh.rank == 0 and (done == total or time.monotonic() - said > PROGRESS_S):
+            said = time.monotonic()
+            log.info("%d of %d micro-batches of this rank encoded", done, total)
+
+    return make_cache(config, bound, mesh, encode, container.input_spec(), variants=variants, progress=progress)

@@ -1,0 +1,271 @@
+"""One training run as every rank executes it, from a loaded configuration to the last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from mm_checkpoint import CheckpointManager
+from mm_parallel import ParallelMesh
+from mm_trainer.commands.env import environment_report
+from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.data import BatchLoader, build_loader, build_validation
+from mm_trainer.data.batch import Batch, to_device
+from mm_trainer.engine.build import BuiltModel, build_model
+from mm_trainer.engine.checkpoint import CheckpointIO, Progress
+from mm_trainer.engine.conditions import ConditionBatcher
+from mm_trainer.engine.loop import Services, TrainEngine
+from mm_trainer.engine.signals import RequestWatcher
+from mm_trainer.engine.stepping import Stepping
+from mm_trainer.errors import ConfigError
+from mm_trainer.launch.process import pick_device, process_group, set_up_logging
+from mm_trainer.launch.rank import RankEnvironment
+from mm_trainer.metrics.profiling import ProfileWindows
+from mm_trainer.metrics.sinks import open_sinks
+from mm_trainer.metrics.window import memory_figures
+from mm_trainer.metrics.writer import MetricsWriter
+from mm_trainer.optim.ema import WeightAverage
+from mm_trainer.optim.lr import LearningRate
+from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
+
+log = logging.getLogger(__name__)
+
+
+def train(config: TrainerConfig, *, dry_run: bool = False) -> int:
+    """Run the training that ``config`` describes; called once in every rank's process.
+
+    Args:
+        dry_run: one step, nothing saved; reports the memory peak.
+
+    Returns:
+        the exit code, 0. Whatever goes wrong raises: `InputError` for the user's input, anything else for a fault.
+    """
+    environment = RankEnvironment.read()
+    rank = environment or RankEnvironment()
+    set_up_logging(rank.rank)
+    resolved = resolve(config, rank.world_size)
+    bound = bind(resolved)
+    device_type = pick_device(rank.local_rank)
+    if resolved.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
+        run_training(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type), dry_run=dry_run)
+        if dry_run:
+            log.info("one step done, nothing saved; %s", describe_memory_peak())
+    return 0
+
+
+def run_training(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
+) -> TrainEngine:
+    """Build, load or resume, and train on the ranks of ``mesh``; the process group is initialised."""
+    engine = make_engine(config, bound, mesh, dry_run=dry_run)
+    with engine.services.metrics:
+        engine.train()
+    return engine
+
+
+def make_engine(
+    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
+) -> TrainEngine:
+    """Everything up to the first step; called on all ranks."""
+    training, main_rank = config.training, mesh.rank == 0
+    folder = Path(training.save)
+    manager = CheckpointManager(
+        folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
+    )
+    resume_from = manager.resolve(training.load) if training.load is not None else None
+    warm_start = None
+    if resume_from is None and training.init_from is not None:
+        warm_start = manager.resolve(training.init_from)
+    built = build_model(
+        bound,
+        mesh,
+        plan=config.parallel.fsdp_plan,
+        features=config.features,
+        seed=training.seed,
+        attention_kernel=config.parallel.attention_kernel,
+        resuming=resume_from is not None or warm_start is not None,
+        unused=frozen_names(bound) if config.data.cache is not None else (),
+    )
+    if isinstance(built.model, ModelContainer) and built.model.pipeline is not None:
+        built.model.pipeline.cross_submodel_prefetch = config.parallel.fsdp_plan.cross_submodel_prefetch
+    optimizers = build_optimizers(built.trainable, training)
+    ema = _make_ema(built, training)
+    resolved_text = dump_resolved(bound.config)  # with the plugins' own keys settled too
+    checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
+    loader = build_loader(config, bound, mesh, built.model.input_spec())
+    progress = Progress()
+    if resume_from is not None:
+        state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
+        loader.load_state_dict(state["data"])
+        progress = Progress(state["step"], state["samples"])
+        _report_resume(resume_from, progress, checkpoints, with_optimizer=not training.no_load_optim)
+    elif warm_start is not None:
+        checkpoints.load_weights(warm_start)
+        if ema is not None:
+            ema.restart()
+        log.info("warm start: weights from %s; step 0, fresh optimizer", warm_start)
+    learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
+    if main_rank:
+        print_summary(built)
+    if not dry_run:
+        checkpoints.prepare(progress, loader.state_dict(step=progress.step))
+    writes = main_rank and not dry_run
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "environment.yaml").write_text(yaml.safe_dump(environment_report()), encoding="utf-8")
+    services = Services(
+        # Condition batching takes batches ahead of their use, so the position follows from the step.
+        data_state=lambda: loader.state_dict(step=progress.step),
+        checkpoints=None if dry_run else checkpoints,
+        metrics=MetricsWriter(
+            open_sinks(folder, config.tools.logging) if writes else [],
+            total_steps=learning_rate.total_steps,
+            first_step=progress.step,
+            enabled=main_rank,
+        ),
+        requests=RequestWatcher(None if dry_run else folder),
+        profiles=_make_profiles(config, mesh, built, optimizers),
+        validation=(
+            build_validation(config, bound, mesh, built.model.input_spec())
+            if training.val_interval and not dry_run
+            else None
+        ),
+        describe_sample=loader.describe,
+        stepping=Stepping(built.model if isinstance(built.model, ModelContainer) else None),
+        ema=ema,
+    )
+    return TrainEngine(
+        built,
+        optimizers=optimizers,
+        mesh=mesh,
+        config=training,
+        learning_rate=learning_rate,
+        batches=_batches(loader, built, config, mesh),
+        services=services,
+        progress=progress,
+        last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
+        reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
+    )
+
+
+def frozen_names(bound: BoundConfig) -> tuple[str, ...]:
+    """The sub-models that make conditions: those that are frozen as a whole."""
+    return tuple(name for name, spec in bound.specs.items() if spec.freeze is True)
+
+
+def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> LearningRate:
+    """The schedule; a length in epochs becomes one in steps."""
+    total = training.train_iters or (training.train_epochs or 0) * steps_per_epoch
+    warmup = training.lr_warmup_iters
+    return LearningRate(
+        peak=training.lr,
+        floor=training.lr_min,
+        style=training.lr_decay_style,
+        warmup_steps=math.ceil(training.lr_warmup_ratio * total) if warmup is None else warmup,
+        total_steps=total,
+    )
+
+
+def _report_resume(path: Path, progress: Progress, checkpoints: CheckpointIO, *, with_optimizer: bool) -> None:
+    what = (
+        "weights, optimizer, data position" if with_optimizer else "weights and data position, with a fresh optimizer"
+    )
+    log.info("resumed %s from %s: step %d, %d samples seen", what, path, progress.step, progress.samples)
+    log.info("learning rate and weight decay follow from the configuration, not from the checkpoint")
+    for difference in checkpoints.differences(path):
+        log.info(
+            "  differs: %s was %s, is %s (effect: %s)",
+            difference.key,
+            difference.before,
+            difference.now,
+            difference.effect,
+        )
+
+
+def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | None:
+    if not training.ema.enable:
+        return None
+    parameters = {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, model in built.trainable.items()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return WeightAverage(parameters, decay=training.ema.decay)
+
+
+def _make_profiles(
+    config: ResolvedConfig, mesh: ParallelMesh, built: BuiltModel, optimizers: dict[str, NamedOptimizer]
+) -> ProfileWindows:
+    return ProfileWindows(
+        config.tools.profile,
+        config.tools.memory_profile,
+        folder=Path(config.training.save),
+        rank=mesh.rank,
+        sub_models=built.sub_models,
+        optimizers=optimizers,
+    )
+
+
+def _batches(loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mesh: ParallelMesh) -> Iterator[Batch]:
+    training = config.training
+    if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
+        return iter(loader)
+    pipeline: Any = getattr(built.model, "pipeline", None)
+    if pipeline is None:
+        raise ConfigError(
+            "conditions are made by a container's pipeline, and this model has none: leave it at 1",
+            key="training.condition_mbs",
+        )
+
+    def prepare(batch: Batch) -> Any:
+        with pipeline.phase("conditions"):
+            return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
+
+    group = mesh.context_parallel().group
+    return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs, context_group=group))
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def describe_memory_peak() -> str:
+    """This rank's largest use of memory so far, in words."""
+    where = "device" if torch.accelerator.is_available() else "host"
+    return f"{where} memory peak {memory_figures()['memory_peak_gib']:.2f} GiB"
+
+
+def print_summary(built: BuiltModel) -> None:
+    """What was built, where its weights came from, and how it is sharded."""
+    table = Table("sub-model", "model", "parameters", "trainable", "dtype")
+    for name, model in built.sub_models.items():
+        parameters = list(model.parameters())
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+        table.add_row(
+            name or "model",
+            built.specs[name].model_id,
+            f"{sum(p.numel() for p in parameters):,}",
+            f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+            ", ".join(dtypes),
+        )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(table)
+    for name, source in built.sources.items():
+        console.print(f"{name or 'model'} weights: {source}", markup=False)
+    if built.parallel_report is not None:
+        console.print(str(built.parallel_report), markup=False)
+    if isinstance(built.model, ModelContainer) and built.model.pipeline is not None:
+        console.print(f"pipeline: {built.model.pipeline.describe()}", markup=False)

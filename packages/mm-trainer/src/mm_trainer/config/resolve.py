@@ -1,0 +1,140 @@
+"""Cross-section rules, and a configuration with every ``auto`` settled for a number of ranks. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mm_parallel.config import SubPlan
+from mm_parallel.sizes import MeshSizes
+from mm_trainer.config.schema import ResolvedConfig, TrainerConfig
+from mm_trainer.config.sections.training import TrainingConfig
+from mm_trainer.config.yaml.diagnose import combine_errors, from_value_error, located
+from mm_trainer.config.yaml.foreign import nearest
+from mm_trainer.errors import ConfigError
+
+
+def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
+    """Settle ``config`` for ``world_size`` ranks and check the rules that span sections.
+
+    Raises:
+        ConfigError: every rule that is broken, with the numbers, file and line.
+    """
+    broken = [located(config.document, error) for error in _broken_rules(config, world_size)]
+    if broken:
+        raise combine_errors([*broken, *_suspects(config)])
+    try:
+        mesh = MeshSizes.resolve(config.parallel, world_size)
+    except ValueError as error:
+        raise from_value_error(config.document, error, ("parallel",)) from error
+    training = _settle_batch(config.training, mesh)
+    if isinstance(training, ConfigError):
+        raise located(config.document, training)
+    parallel = replace(config.parallel, fully_shard_parallel_size=mesh.shard, data_parallel_size=mesh.data)
+    sections = {**config.sections(), "parallel": parallel, "training": training}
+    return ResolvedConfig(**sections, document=config.document, world_size=world_size, mesh=mesh)
+
+
+def _suspects(config: TrainerConfig) -> Iterator[ConfigError]:
+    """Keys that only a plugin can judge, but that look like ours misspelt: maybe why a rule is broken."""
+    for name, sub in config.model.sub_models.items():
+        for key in sub.extras:
+            close = nearest(key, type(sub).model_fields, cutoff=0.8)
+            if close is not None:
+                error = ConfigError(f"is it meant to be {close}?", key=f"{config.model.key_of(name)}.{key}")
+                yield located(config.document, error)
+
+
+def smallest_world_size(config: TrainerConfig) -> int:
+    """The fewest ranks that the sizes and the batch of ``config`` are made for; to check it where no number is said."""
+    parallel, training = config.parallel, config.training
+    context = parallel.ulysses_parallel_size * parallel.ring_attention_size
+    if parallel.data_parallel_size is not None:
+        return parallel.data_parallel_size * context
+    steps, batch = training.gradient_accumulation_steps, training.global_batch_size
+    data = 1 if batch is None or steps == "auto" else max(1, batch // (training.micro_batch_size * steps))
+    shards = [plan.shard_size or 1 for plan in parallel.fsdp_plan.sub_plans.values()]
+    whole = parallel.fully_shard_parallel_size
+    return math.lcm(data * context, 1 if whole == "auto" else whole, *shards)
+
+
+def _settle_batch(training: TrainingConfig, mesh: MeshSizes) -> TrainingConfig | ConfigError:
+    """Accumulation and global batch: micro batch × data ranks × accumulation = global batch."""
+    per_round = training.micro_batch_size * mesh.data
+    formula = f"micro_batch_size {training.micro_batch_size} × data parallel {mesh.data}"
+    steps, batch = training.gradient_accumulation_steps, training.global_batch_size
+    if steps == "auto":
+        assert batch is not None  # the section refuses auto without it
+        if batch % per_round:
+            return ConfigError(
+                f"{batch} can't be reached: {formula} = {per_round} samples per accumulation step doesn't divide it",
+                key="training.global_batch_size",
+            )
+        steps = batch // per_round
+    elif batch not in (None, per_round * steps):
+        return ConfigError(
+            f"expected {formula} × gradient_accumulation_steps {steps} = {per_round * steps}, got {batch}; "
+            "correct it, leave it out, or let gradient_accumulation_steps be auto",
+            key="training.global_batch_size",
+        )
+    return training.model_copy(update={"gradient_accumulation_steps": steps, "global_batch_size": per_round * steps})
+
+
+def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigError]:
+    for name, plan in config.parallel.fsdp_plan.sub_plans.items():
+        yield from _sub_plan_rules(config, name, plan)
+    if all(sub.freeze is True for sub in config.model.sub_models.values()):
+        yield ConfigError("every sub-model is frozen, so there is nothing to train", key="model")
+    if config.training.val_interval and config.data.val_dataset_param is None:
+        yield ConfigError(
+            f"validates every {config.training.val_interval} updates, but data.val_dataset_param is not given",
+            key="training.val_interval",
+        )
+    if config.training.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield ConfigError(
+            "adamw_8bit needs torchao, which is not installed: pip install 'mm-trainer[torchao]', or take adamw",
+            key="training.optimizer",
+        )
+    for tool in ("profile", "memory_profile"):
+        window = getattr(config.tools, tool)
+        absent = [rank for rank in window.ranks if rank >= world_size]
+        if window.enable and absent:
+            yield ConfigError(
+                f"rank {absent[0]} is not one of the {world_size} ranks (0 to {world_size - 1})",
+                key=f"tools.{tool}.ranks",
+            )
+
+
+def _sub_plan_rules(config: TrainerConfig, name: str, plan: SubPlan) -> Iterator[ConfigError]:
+    key = f"parallel.fsdp_plan.sub_plans.{name}"
+    models = config.model.sub_models
+    if config.model.models is None:
+        yield ConfigError("a single model has no sub-models; set the plan itself", key=key)
+        return
+    if name not in models:
+        close = nearest(name, models)
+        hint = f"; did you mean {close}?" if close else ""
+        yield ConfigError(f"no such sub-model{hint} (model.models has: {', '.join(models)})", key=key)
+        return
+    frozen = models[name].freeze is True
+    if plan.enabled and name in config.parallel.fsdp_plan.ignored_modules:
+        yield ConfigError(
+            f"the sub-model has a plan of its own, but parallel.fsdp_plan.ignored_modules names {name} as well; "
+            "remove it there, or set enabled: false here",
+            key=key,
+        )
+    if frozen and plan.trainable:
+        yield ConfigError(f"trainable: true, but model.models.{name}.freeze is true", key=f"{key}.trainable")
+    if not frozen and plan.shard_size is not None and not plan.trainable:
+        yield ConfigError(
+            f"the sub-model is trained under a shard size of its own ({plan.shard_size}), which makes replicas that "
+            "reduce their gradients across each other; say so with trainable: true",
+            key=f"{key}.shard_size",
+        )
+    if not frozen and not plan.enabled:
+        yield ConfigError(
+            f"the sub-model is trained, so its gradients must be reduced; freeze model.models.{name} or remove this",
+            key=f"{key}.enabled",
+        )

@@ -1,0 +1,1 @@
+"""Reading and writing YAML with the place of every value."""

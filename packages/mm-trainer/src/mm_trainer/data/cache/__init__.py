@@ -1,0 +1,1 @@
+"""Conditions that frozen encoders made once: writing, reading, refusing what is stale."""

@@ -1,0 +1,148 @@
+"""The conditions cache of a configuration: what it depends on, making it, opening it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_trainer.data.cache.dataset import UNKNOWN, CachedDataset
+from mm_trainer.data.cache.writer import CacheOptions, CacheReport, Encode, write_cache
+from mm_trainer.data.identity import THROUGHOUT, file_digest
+from mm_trainer.data.open import build_tokenizer, open_datasets, worker_options
+from mm_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from mm_parallel import ParallelMesh
+    from mm_trainer.config import BoundConfig, ResolvedConfig
+    from mm_trainer.config.bind import DatasetBinding
+    from mm_trainer.contracts.spec import InputSpec, ModelSpec
+
+TRAIN, VALIDATION = "train", "validation"
+"""Folders in the cache, one per data set of the configuration."""
+NOT_CONDITIONS = frozenset({"data_path", "data_folder", "caption_dropout"})
+"""Keys of a data set that change which samples there are, or what is done after the cache, but no condition."""
+PROBE = "A probe:  naïve café, “quoted” &amp;amp; <b>tagged</b>\n\n42 %"
+"""Text whose tokens tell one tokenise step, cleaning included, from another."""
+
+
+def make_cache(
+    config: ResolvedConfig,
+    bound: BoundConfig,
+    mesh: ParallelMesh,
+    encode: Encode,
+    spec: InputSpec,
+    *,
+    variants: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, CacheReport]:
+    """Write ``data.cache`` for the training set and the validation set; called on all ranks.
+
+    Args:
+        config: with ``data.cache``.
+        bound: its classes.
+        mesh: ranks; those that share a sample encode together and one of them writes.
+        encode: the pipeline's conditions of a batch on the CPU.
+        spec: what the models ask of a clip.
+        variants: crops and captions per sample of the training set.
+        progress: see `write_cache`.
+
+    Returns:
+        ``train`` and, if there is one, ``validation``.
+    """
+    if config.data.cache is None:
+        raise DataError("data.cache names no folder")
+    reports = {}
+    for name, bindings in ((TRAIN, bound.datasets), (VALIDATION, bound.val_datasets)):
+        if not bindings:
+            continue
+        plain = [replace(binding, params=_without_dropout(binding.params)) for binding in bindings]
+        reports[name] = write_cache(
+            Path(config.data.cache) / name,
+            open_datasets(plain, bound, spec, seed=config.training.seed),
+            encode,
+            settings=cache_settings(bindings, bound),
+            tokenizer=build_tokenizer(bindings[0], bound),
+            options=CacheOptions(
+                variants=variants if name == TRAIN else 1,
+                micro_batch_size=config.training.micro_batch_size,
+                workers=worker_options(config),
+            ),
+            data_rank=mesh.data_rank,
+            data_size=mesh.data_size,
+            writes=mesh.context_rank == 0,
+            progress=progress,
+        )
+    return reports
+
+
+def open_cache(
+    folder: Path, bindings: Sequence[DatasetBinding], bound: BoundConfig, spec: InputSpec, *, seed: int
+) -> CachedDataset:
+    """Open the cache of one of the configuration's data sets, and compare it with what the run would make.
+
+    Raises:
+        DataError: it is missing, unfinished or stale.
+    """
+    dropout = {float(binding.params.get("caption_dropout", 0.0)) for binding in bindings}
+    if len(dropout) > 1:
+        raise DataError(f"data.cache: the data sets of a mix must have one caption_dropout, got {sorted(dropout)}")
+    return CachedDataset(
+        folder,
+        dataset=open_datasets(bindings, bound, spec, seed=seed),
+        settings=cache_settings(bindings, bound),
+        seed=seed,
+        caption_dropout=dropout.pop(),
+    )
+
+
+def cache_settings(bindings: Sequence[DatasetBinding], bound: BoundConfig) -> dict[str, Any]:
+    """All that conditions depend on besides the samples; `UNKNOWN` where it can't be told here."""
+    data = {
+        str(number): {
+            name: value for name, value in binding.params.items() if name not in {*NOT_CONDITIONS, "tokenizer"}
+        }
+        for number, binding in enumerate(bindings)
+    }
+    tokenizer = build_tokenizer(bindings[0], bound)
+    probe = UNKNOWN
+    if tokenizer is not None:
+        ids = tokenizer([PROBE])["prompt_ids"].numpy().tobytes()
+        probe = hashlib.blake2b(ids, digest_size=8).hexdigest()
+    encoders = {name: _encoder_settings(spec) for name, spec in bound.specs.items() if spec.freeze is True}
+    return {"data": data, "tokens": probe, "encoders": encoders, "task": bound.task, "container": _container(bound)}
+
+
+def _container(bound: BoundConfig) -> dict[str, Any]:
+    """The pipeline, and what of the container's options changes conditions."""
+    if bound.container_class is None:
+        return {}
+    pipeline, names = bound.pipeline_class, bound.container_class.condition_options
+    options = bound.container_options.model_dump(mode="json", include=None if names is None else set(names))
+    return {"pipeline": pipeline and f"{pipeline.__module__}.{pipeline.__qualname__}", "options": options}
+
+
+def _encoder_settings(spec: ModelSpec) -> dict[str, Any]:
+    from mm_checkpoint import resolve_source
+
+    source = resolve_source(spec.source)
+    weights = UNKNOWN
+    if source is not None:
+        digest = hashlib.blake2b(json.dumps(source.config, sort_keys=True).encode(), digest_size=16)
+        for path in source.files:
+            digest.update(path.name.encode() + file_digest(path, THROUGHOUT))
+        weights = digest.hexdigest()
+    return {
+        "model_id": spec.model_id,
+        "dtype": spec.dtype,
+        "architecture": json.dumps(spec.architecture, sort_keys=True),
+        "options": spec.options.model_dump(mode="json"),
+        "weights": weights,
+    }
+
+
+def _without_dropout(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {**params, "caption_dropout": 0.0} if "caption_dropout" in params else dict(params)

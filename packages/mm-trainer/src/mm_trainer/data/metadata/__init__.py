@@ -1,0 +1,1 @@
+"""Tables of samples, in any format people keep them in."""

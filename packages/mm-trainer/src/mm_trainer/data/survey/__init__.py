@@ -1,0 +1,1 @@
+"""Looking at a whole data set before training on it."""

@@ -1,0 +1,1 @@
+"""Clips and captions: reading, shaping, tokenising."""

@@ -1,0 +1,203 @@
+"""`VideoDataset`: clips and images from files, with captions from a metadata table."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from mm_trainer.contracts.dataset import DatasetContext
+from mm_trainer.contracts.spec import InputSpec
+from mm_trainer.data.batch import to_pixels
+from mm_trainer.data.identity import file_digest
+from mm_trainer.data.metadata.formats import read_table
+from mm_trainer.data.report import DataReport
+from mm_trainer.data.video.buckets import Bucket, cover, floor_frames
+from mm_trainer.data.video.captions import clean, draw_caption
+from mm_trainer.data.video.clips import ClipIndex
+from mm_trainer.data.video.options import VideoOptions, make_chooser
+from mm_trainer.data.video.reader import MediaError, MediaInfo
+from mm_trainer.data.video.vace import VACE_COLUMNS, load_vace, read_fitted
+from mm_trainer.data.video.view import View, read_view
+from mm_trainer.errors import BadSample, DataError
+from mm_trainer.randomness import keyed_generator
+
+logger = logging.getLogger(__name__)
+
+
+class VideoDataset:
+    """Clips shaped into buckets.
+
+    A sample is ``video`` (3, F, H, W) uint8 RGB (see [Note: pixels] in `mm_trainer.data.pixels`), ``caption`` (text)
+    and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also
+    what `load_vace` adds.
+
+    Args:
+        config: the ``dataset_param`` section, without ``dataset_type``.
+        context: what the run asks for.
+
+    Raises:
+        DataError: the metadata can't be used, or no row of it is left.
+    """
+
+    Options = VideoOptions
+
+    def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
+        try:
+            self.options = VideoOptions.model_validate(dict(config))
+        except ValidationError as error:
+            raise DataError(f"dataset_param: {error}") from error
+        self.context = context
+        if context.tokenizer is None and context.input_spec.text_length is not None:
+            raise DataError("dataset_param: the model reads text, so a tokenizer must be named")
+        self.table = read_table(self.options.data_path, require_caption=context.tokenizer is not None)
+        path = self.options.data_path
+        self.folder = self.options.data_folder or (path if path.is_dir() else path.parent)
+        self.report = DataReport(rows=len(self.table))
+        self._assign_buckets(ClipIndex.build(self.table, self.folder, self.report))
+        for line in self.report.lines():
+            logger.warning("%s: %s", path, line)
+        if len(self) == 0:
+            raise DataError(f"{path}: nothing usable: {'; '.join(self.report.lines())}")
+        self._log_retiming()
+
+    @staticmethod
+    def check_input_spec(params: Mapping[str, Any], input_spec: InputSpec) -> None:
+        """Refuse keys that ask for what the models can't take, before anything is opened.
+
+        Raises:
+            DataError: no tokenizer for a model that reads text; sizes, with the nearest that fit.
+        """
+        if input_spec.text_length is not None and params.get("tokenizer") is None:
+            raise DataError("dataset_param.tokenizer: the model reads text, so a tokenizer must be named")
+        known = {name: value for name, value in params.items() if name in VideoOptions.model_fields}
+        make_chooser(VideoOptions.model_validate(known), input_spec)
+
+    def _assign_buckets(self, clips: ClipIndex) -> None:
+        chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
+
+        def choose(info: MediaInfo, frames: int) -> Bucket | None:
+            bucket = chooser.choose(frames=frames, height=info.height, width=info.width)
+            if bucket is None and self.options.short_clips == "floor" and frames > 0:
+                shortest = chooser.choose(frames=chooser.shortest, height=info.height, width=info.width)
+                bucket = shortest and shortest._replace(frames=floor_frames(frames, spec))
+            return bucket
+
+        buckets = clips.assign(choose, self.options.fps)
+        number: dict[Bucket | None, int] = {None: -1}
+        assigned = np.fromiter((number.setdefault(bucket, len(number) - 1) for bucket in buckets), np.int32)
+        for clip in np.flatnonzero(assigned < 0).tolist():
+            where = f"{self.table.media(int(clips.row[clip]))} ({clips.available(clip, self.options.fps)} frames)"
+            self.report.skip(where, f"too short for {chooser.shortest} frames", bad=False)
+        usable = np.flatnonzero(assigned >= 0)
+        self.clips, self._bucket_number = clips.take(usable), assigned[usable]
+        self._buckets = [bucket for bucket in number if bucket is not None]
+        self._tokens = [spec.tokens(*bucket) for bucket in self._buckets]
+
+    def _log_retiming(self) -> None:
+        """Say once per source rate that clips are read at another one."""
+        if self.options.fps is None:
+            return
+        rates, clips, counts = np.unique(np.round(self.clips.fps, 3), return_index=True, return_counts=True)
+        for rate, clip, count in zip(rates.tolist(), clips.tolist(), counts.tolist(), strict=True):
+            if rate not in (0.0, self.options.fps):
+                info, name = self.clips.info(clip), self.table.media(int(self.clips.row[clip]))
+                given, fps = info.frames_at(self.options.fps), self.options.fps
+                logger.info(
+                    "%d clips retimed, as %s: source %d @ %g -> %d @ %g", count, name, info.frames, rate, given, fps
+                )
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def bucket(self, index: int) -> tuple[Any, ...]:
+        """The clip's shape; with VACE also its number of reference images."""
+        bucket = self._buckets[self._bucket_number[index]]
+        if self.options.processor is None:
+            return bucket
+        return (*bucket, len(self.table.paths("reference", int(self.clips.row[index]))))
+
+    def name(self, index: int) -> str:
+        """The file, as the metadata has it."""
+        return self.table.media(int(self.clips.row[index]))
+
+    def tokens(self, index: int) -> int:
+        return self._tokens[self._bucket_number[index]]
+
+    def load(self, index: int, sample_key: int) -> dict[str, Any]:
+        """Read one clip; see the class for what a sample holds.
+
+        Raises:
+            BadSample: a file can't be read.
+        """
+        row = int(self.clips.row[index])
+        info, view = self.clips.info(index), self._draw_view(index, sample_key)
+
+        def read(column: str, path: str) -> NDArray[np.uint8]:
+            aspect = info.width / info.height if column == "media" else None
+            return self._read(row, column, path, lambda file: read_view(file, view, aspect=aspect))
+
+        def read_reference(column: str, path: str) -> NDArray[np.uint8]:
+            return self._read(row, column, path, lambda file: read_fitted(file, view.bucket))
+
+        sample: dict[str, Any] = {
+            "video": torch.from_numpy(read("media", self.table.media(row))),
+            "caption": self._caption(row, sample_key),
+        }
+        if self.context.tokenizer is not None:
+            tokens = self.context.tokenizer([sample["caption"]])
+            sample |= {name: values[0] for name, values in tokens.items()}
+        if self.options.processor == "vace":
+            video = to_pixels(sample["video"])
+            sample |= load_vace(self.table, row, video, read=read, read_reference=read_reference)
+        return sample
+
+    def fingerprint(self, index: int) -> str:
+        """Digest of what a sample is made from: its row of the metadata, and its files' sizes, heads and tails."""
+        row = int(self.clips.row[index])
+        names = [self.table.media(row), *(path for column in VACE_COLUMNS for path in self.table.paths(column, row))]
+        words = [*names, *self.table.captions(row), *(str(values[row]) for values in self.table.numbers.values())]
+        digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=16)
+        for name in names:
+            digest.update(file_digest(os.path.join(self.folder, name)))
+        return digest.hexdigest()
+
+    def _draw_view(self, index: int, sample_key: int) -> View:
+        """Start, crop and flip of one sample, drawn from its key."""
+        generator = keyed_generator(self.context.seed, "augmentation", sample_key)
+        start, across, down, flip = torch.rand(4, generator=generator).tolist()
+        if self.options.crop == "center":
+            across = down = 0.5
+        info, bucket = self.clips.info(index), self._buckets[self._bucket_number[index]]
+        rate, first = self.options.fps or info.fps or 1.0, float(self.clips.first[index])
+        spare = self.clips.available(index, self.options.fps) - bucket.frames
+        if self.options.clip_start == "random" and spare > 0:
+            first += math.floor(start * (spare + 1)) / rate
+        return View(
+            bucket=bucket,
+            crop=cover(bucket, height=info.height, width=info.width, across=across, down=down),
+            times=tuple(first + number / rate for number in range(bucket.frames)),
+            flip=flip < self.options.flip,
+        )
+
+    def _read(self, row: int, column: str, path: str, reader: Callable[[str], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        file = os.path.join(self.folder, path)
+        try:
+            return reader(file)
+        except MediaError as error:
+            raise BadSample(f"{self.table.where(row, column)}: {file}", str(error)) from error
+
+    def _caption(self, row: int, sample_key: int) -> str:
+        dropped, choice = draw_caption(self.context.seed, sample_key)
+        captions = self.table.captions(row)
+        if dropped < self.options.caption_dropout:
+            return ""
+        return clean(captions[int(choice * len(captions))], self.options.clean_text)

@@ -1,0 +1,40 @@
+"""The part of a clip that one sample uses, in time and space, and reading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mm_trainer.data.video.buckets import Bucket, Crop
+from mm_trainer.data.video.reader import check_aspect, is_image, read_frames, read_image, read_still
+
+
+@dataclass(frozen=True)
+class View:
+    """What is cut out of a clip; all files of one sample (video, mask, …) are read through the same view."""
+
+    bucket: Bucket
+    crop: Crop
+    times: tuple[float, ...]
+    """Seconds from the file's start, one per frame."""
+    flip: bool
+    """Mirrored left to right."""
+
+
+def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> NDArray[np.uint8]:
+    """The view of a video, or of an image that is shown throughout, as (3, F, H, W) RGB.
+
+    Raises:
+        MediaError: the file can't be read, or is not of the ``aspect`` (width over height) that it is said to have.
+    """
+    if is_image(path):
+        image = read_image(path)
+        if aspect is not None:
+            check_aspect(image.shape[0], image.shape[1], aspect)
+        frames = np.repeat(read_still(image, view.crop), len(view.times), axis=1)
+    else:
+        frames = read_frames(path, view.times, view.crop, aspect=aspect)
+    return np.ascontiguousarray(frames[..., ::-1]) if view.flip else frames

@@ -1,0 +1,1 @@
+"""From a bound configuration to a trained model: build, step, validate, save."""

@@ -1,0 +1,203 @@
+"""The hub: from a bound configuration to a built, sharded, loaded model.
+
+[Note: build order]
+plugins named by the config → typed config → names, patterns and tasks resolved on a meta build → process group and mesh
+→ sub-models (parameters on meta, or real where ``meta_init: false``) → freeze → recompute and activation offload →
+FSDP2 wrap → materialise → weights stream into the local shards, or resume → optimizer → data → loop.
+
+- What stands before the process group is what ``mm-trainer check`` runs (`build_structure`), without weights.
+- Features replace a module's forward, so names stay; they come before the wrap.
+- Materialisation comes after the wrap, so that the sharded layout exists first and no rank ever holds a full copy.
+- A resumed run fills its trained sub-models from the checkpoint; frozen ones still load from their own source.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from mm_checkpoint import LoadReport, get_key_map, resolve_source
+from mm_parallel import (
+    KeyedInitializer,
+    ParallelMesh,
+    ParallelReport,
+    apply_features,
+    materialize,
+    meta_parameters,
+    parallelize,
+)
+from mm_parallel.config import FeaturesConfig, FSDPPlan
+from mm_trainer.config import BoundConfig
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.model import DTYPES, BaseModel
+from mm_trainer.contracts.spec import ModelSpec
+from mm_trainer.errors import ConfigError
+from mm_trainer.optim.parameters import match_parameters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model ready to train, whichever path it came by."""
+
+    model: BaseModel | ModelContainer
+    """`ModelContainer`, or the single model: ``model(**batch).loss``."""
+    sub_models: Mapping[str, BaseModel]
+    """Dotted prefix of parameter names → sub-model; the single-model path has one, under the empty name."""
+    checkpointed: tuple[str, ...]
+    """Those of `sub_models` that go into a checkpoint."""
+    specs: Mapping[str, ModelSpec]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Sub-model → one line that says where its weights came from."""
+    loads: Mapping[str, LoadReport] = field(default_factory=dict)
+    """Sub-model → what was read, for those that were streamed from files."""
+    parallel_report: ParallelReport | None = None
+
+    @property
+    def trainable(self) -> dict[str, BaseModel]:
+        """The sub-models that have a parameter to train."""
+        return {n: m for n, m in self.sub_models.items() if any(p.requires_grad for p in m.parameters())}
+
+
+def build_structure(bound: BoundConfig, *, seed: int = 0) -> BuiltModel:
+    """Build everything on meta, freeze, and check what can be checked without weights or ranks.
+
+    Raises:
+        ConfigError: shapes can't be found, a task doesn't fit, a freeze pattern matches nothing.
+    """
+    components = {name: _on_meta(bound, name) for name in bound.specs}
+    return _assemble(bound, components, seed)
+
+
+def build_model(
+    bound: BoundConfig,
+    mesh: ParallelMesh,
+    *,
+    plan: FSDPPlan,
+    features: FeaturesConfig,
+    seed: int,
+    attention_kernel: str = "auto",
+    resuming: bool = False,
+    unused: Collection[str] = (),
+) -> BuiltModel:
+    """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
+
+    Args:
+        attention_kernel: local kernel of self-attention, see `mm_parallel.ContextParallel`.
+        resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
+        unused: sub-models that this run never calls (encoders whose output is cached): they stay on meta, without
+            memory or weights.
+    """
+    from_checkpoint = _checkpointed_names(bound) if resuming else ()
+    components = {
+        name: _on_meta(bound, name)
+        if spec.meta_init or name in from_checkpoint or name in unused
+        else bound.model_classes[name].from_pretrained(spec)
+        for name, spec in bound.specs.items()
+    }
+    built = _assemble(bound, components, seed)
+    for model in components.values():
+        model.set_context_parallel(mesh.context_parallel(kernel=attention_kernel))
+    apply_features(built.model, features)
+    container = built.model if isinstance(built.model, ModelContainer) else None
+    opted_out = container is not None and container.fully_shard()
+    report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=components if opted_out else None)
+    for name, model in components.items():
+        if name not in unused and not bound.specs[name].skip_to_device:
+            materialize(model, mesh.device)
+    sources, loads = {}, {}
+    for prefix, model in built.sub_models.items():
+        spec = built.specs[prefix]
+        if spec.name in unused:
+            sources[prefix] = "none: this run doesn't use it"
+        elif spec.name in from_checkpoint:
+            sources[prefix] = "a checkpoint, filled in below"
+        elif not spec.meta_init:
+            sources[prefix] = _described_source(spec)
+        elif (source := resolve_source(spec.source)) is not None:
+            loads[prefix] = model.setup_weights(source, allow_missing=spec.source.allow_missing)
+            sources[prefix] = loads[prefix].summary()
+        else:
+            model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
+            model.post_load()
+            sources[prefix] = f"initialised at random from seed {seed}: no weight source is named"
+    return replace(built, sources=sources, loads=loads, parallel_report=report)
+
+
+def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
+    spec = bound.specs[name]
+    with meta_parameters():
+        model = bound.model_classes[name].from_config(spec)
+    return model.to(DTYPES[spec.dtype])
+
+
+def _described_source(spec: ModelSpec) -> str:
+    source = resolve_source(spec.source)
+    return source.describe() if source is not None else "no source"
+
+
+def _checkpointed_names(bound: BoundConfig) -> tuple[str, ...]:
+    if bound.container_class is None:
+        return tuple(bound.specs)
+    return bound.container_class.checkpointed(bound.specs)
+
+
+def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -> BuiltModel:
+    for name, model in components.items():
+        apply_freeze(model, bound.specs[name])
+    if bound.container_class is None:
+        (name, model), *_ = components.items()
+        _check_key_map(model, bound.specs[name])
+        return BuiltModel(
+            model=model.train(), sub_models={"": model}, checkpointed=("",), specs={"": bound.specs[name]}
+        )
+    pipeline = None
+    if bound.pipeline_class is not None:
+        pipeline = bound.pipeline_class.build(
+            options=bound.container_options, components=components, task=bound.task, seed=seed
+        )
+    container = bound.container_class(components, pipeline)
+    built = BuiltModel(
+        model=container.train(),
+        sub_models=container.get_sub_models(),
+        checkpointed=tuple(container.checkpoint_submodels),
+        specs=bound.specs,
+    )
+    lost = [name for name in built.trainable if name not in built.checkpointed]
+    if lost:
+        raise ConfigError(
+            f"{lost[0]} is neither frozen nor part of a checkpoint, so its training would be lost; set freeze: true "
+            f"(checkpointed here: {', '.join(built.checkpointed)})",
+            key=f"model.models.{lost[0]}.freeze",
+        )
+    for name in built.checkpointed:
+        _check_key_map(built.sub_models[name], built.specs[name])
+    if not built.trainable:
+        raise ConfigError("every sub-model is frozen: there is nothing to train", key="model.models")
+    return built
+
+
+def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:
+    """What is trained will be exported: a name that has no place in a weight file is better known before the run."""
+    if model.key_map is None:
+        return
+    uncovered = get_key_map(model.key_map).uncovered(model.weight_root().state_dict(), to="source")
+    if uncovered:
+        raise ConfigError(
+            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which so could "
+            f"never be exported: {', '.join(sorted(uncovered)[:3])}{', …' if len(uncovered) > 3 else ''}",
+            key=spec.key,
+        )
+
+
+def apply_freeze(model: BaseModel, spec: ModelSpec) -> None:
+    """Turn gradients off: of the whole sub-model, which then stays in eval, or of the parameters that patterns name."""
+    if spec.freeze is True:
+        model.requires_grad_(False).eval()
+        return
+    if spec.freeze:
+        parameters = dict(model.named_parameters())
+        for name in match_parameters(parameters, spec.freeze, key=f"{spec.key}.freeze"):
+            parameters[name].requires_grad_(False)

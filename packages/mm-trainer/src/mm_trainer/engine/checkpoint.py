@@ -1,0 +1,169 @@
+"""Between the engine's objects and `mm_checkpoint`: what a checkpoint holds, and how it is put back."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
+from mm_checkpoint._weights.sources import find_source
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.engine.build import BuiltModel
+from mm_trainer.engine.config_diff import Difference, compare_configs
+from mm_trainer.errors import InputError
+from mm_trainer.optim.ema import WeightAverage
+from mm_trainer.optim.optimizers import NamedOptimizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved and restored as one."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    samples: int = 0
+    """Samples of the global batch seen so far."""
+
+
+class CheckpointIO:
+    """Saves and restores one run.
+
+    A checkpoint holds ``model`` (the checkpointed sub-models), ``optimizer`` (every state tensor under its parameter's
+    name), ``ema`` if there is an average, and ``train`` (step, samples, data position). Learning rate and weight decay
+    are never stored: they follow from the configuration and the step.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        built: BuiltModel,
+        optimizers: Mapping[str, NamedOptimizer],
+        *,
+        resolved_config: str,
+        ema: WeightAverage | None = None,
+    ) -> None:
+        self._manager, self._built, self._optimizers, self._ema = manager, built, optimizers, ema
+        # Element types of the original weight files, so that an export gives back what was loaded.
+        self._source_dtypes = {name: report.source_dtypes for name, report in built.loads.items()}
+        self._config = resolved_config
+        container = built.model if isinstance(built.model, ModelContainer) else None
+        self._export_folders = container.export_folders(built.specs) if container is not None else {"": "model"}
+
+    def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of ``progress.step`` finished steps; called on all ranks."""
+        manifest = {
+            "samples_seen": progress.samples,
+            "config_digest": hashlib.sha256(self._config.encode()).hexdigest(),
+            "config": self._config,
+            "sub_models": {name or "model": self._describe(name) for name in self._built.checkpointed},
+        }
+        path = self._manager.save(progress.step, self._state(progress, data_state), manifest=manifest)
+        log.info("checkpoint of step %d: %s", progress.step, path)
+
+    def _state(self, progress: Progress, data_state: Mapping[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "model": self._built.model.state_dict(),
+            "optimizer": {k: v for o in self._optimizers.values() for k, v in o.state().items()},
+            "train": {**asdict(progress), "data": dict(data_state)},
+        }
+        if self._ema is not None:
+            state["ema"] = self._ema.state()
+        return state
+
+    def load(self, path: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
+        """Fill model, average and (fresh) optimizers from ``path``; returns the ``train`` part. Called on all ranks.
+
+        Raises:
+            InputError: the checkpoint holds optimizer state of parameters that this run doesn't train.
+        """
+        with closing(find_source(path, "dcp").open()) as source:
+            stored = list(source.tensors)
+        state: dict[str, Any] = {"model": self._built.model.state_dict(), "train": None}
+        if with_optimizer:
+            state["optimizer"] = self._allocate_optimizers(
+                [name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer.")]
+            )
+        averaged = any(name.startswith("ema.") for name in stored)
+        if self._ema is not None and averaged:
+            state["ema"] = self._ema.state()
+        plain = self._manager.load(path, state)
+        for name, entry in read_manifest(path)["sub_models"].items():
+            self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
+        for name in self._built.checkpointed:
+            self._built.sub_models[name].post_load()
+        if self._ema is not None and not averaged:
+            self._ema.restart()
+            log.info("the checkpoint holds no running average (training.ema): it starts from the weights")
+        elif self._ema is None and averaged:
+            log.warning("the checkpoint's running average isn't continued: training.ema.enable is false")
+        train: dict[str, Any] = plain["train"]
+        return train
+
+    def _allocate_optimizers(self, stored: Sequence[str]) -> dict[str, Tensor]:
+        """State tensors of the fresh optimizers for everything that the checkpoint holds."""
+        targets: dict[str, Tensor] = {}
+        known: set[str] = set()
+        for optimizer in self._optimizers.values():
+            own = set(optimizer.names.values())
+            mine = [name for name in stored if name.rsplit(".", 1)[0] in own]
+            targets |= optimizer.allocate_state(mine)
+            fresh = own - {name.rsplit(".", 1)[0] for name in mine}
+            if mine and fresh:
+                log.warning("%d parameters have no optimizer state there and start afresh: %s", *_named(fresh))
+            known |= own
+        foreign = {name.rsplit(".", 1)[0] for name in stored} - known
+        if foreign:
+            count, names = _named(foreign)
+            raise InputError(
+                f"the checkpoint holds optimizer state of {count} parameters that this run doesn't train ({names}): "
+                "was `freeze` changed? training.no_load_optim: true resumes with a fresh optimizer"
+            )
+        return targets
+
+    def load_weights(self, path: Path) -> None:
+        """Fill the model's weights only, from another run's checkpoint: a warm start. Called on all ranks."""
+        self._manager.load(path, {"model": self._built.model.state_dict()})
+        for name in self._built.checkpointed:
+            self._built.sub_models[name].post_load()
+
+    def differences(self, path: Path) -> list[Difference]:
+        """What differs between this run's configuration and the checkpoint's."""
+        return compare_configs(read_manifest(path)["config"], self._config)
+
+    def prepare(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
+        """Find out before the first step whether saving will work: folder, free space, other runs' checkpoints."""
+        self._manager.prepare(progress.step, self._state(progress, data_state))
+
+    def close(self) -> None:
+        """Wait for a save that is still being written."""
+        self._manager.close()
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
+        model, spec = self._built.sub_models[name], self._built.specs[name]
+        source = resolve_source(spec.source)
+        container = self._built.model
+        pipeline = container.pipeline if isinstance(container, ModelContainer) else None
+        return {
+            "key_map": model.key_map,
+            "source": str(source.path) if source is not None else None,
+            "source_config": type(model).export_config(spec),
+            "export_folder": self._export_folders[name],
+            "prefix": f"{name}." if name else "",
+            "source_dtypes": self._source_dtypes.get(name),
+            "schedule": pipeline.describe() if pipeline is not None else {},
+        }
+
+
+def _named(names: Collection[str]) -> tuple[int, str]:
+    """How many, and the first few."""
+    return len(names), ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")

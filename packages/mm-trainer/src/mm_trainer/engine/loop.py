@@ -1,0 +1,232 @@
+"""`TrainEngine`: the loop. It knows no model.
+
+It assumes three things of what it trains, and nothing else:
+
+1. ``model(**batch)`` returns an object with ``.loss`` and optionally ``.per_sample``;
+2. gradient synchronisation is delegated (``mm_parallel.set_gradient_sync``; no-ops where nothing is sharded);
+3. checkpoints go through ``state_dict`` / ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, set_gradient_sync
+from mm_trainer.config import TrainingConfig
+from mm_trainer.contracts.pipeline import ModelOutput
+from mm_trainer.data.batch import Batch, to_device
+from mm_trainer.engine.build import BuiltModel
+from mm_trainer.engine.checkpoint import CheckpointIO, Progress
+from mm_trainer.engine.guard import NumberGuard
+from mm_trainer.engine.signals import Request, RequestWatcher
+from mm_trainer.engine.stepping import Stepping
+from mm_trainer.engine.validation import validate
+from mm_trainer.engine.watchdog import watchdog
+from mm_trainer.metrics.profiling import ProfileWindows
+from mm_trainer.metrics.window import LogWindow
+from mm_trainer.metrics.writer import MetricsWriter
+from mm_trainer.optim.ema import WeightAverage
+from mm_trainer.optim.lr import LearningRate
+from mm_trainer.optim.optimizers import NamedOptimizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What surrounds the loop; each is a small object with one job.
+
+    Args:
+        data_state: exact position of the loader, as of the micro-batches that were consumed.
+        describe_sample: sample key → the sample in words.
+        checkpoints: saves the run; None if nothing is saved (a dry run).
+        metrics: where figures go.
+        requests: stop and save requests from outside.
+        profiles: recordings of a few steps.
+        validation: makes the fixed validation batches anew at each call; None without a validation set.
+        stepping: which sub-models a step trains.
+        ema: running average of the trained weights.
+    """
+
+    data_state: Callable[[], Mapping[str, Any]]
+    checkpoints: CheckpointIO | None
+    metrics: MetricsWriter
+    requests: RequestWatcher
+    profiles: ProfileWindows
+    validation: Callable[[], Iterator[Batch]] | None = None
+    describe_sample: Callable[[int], str] | None = None
+    stepping: Stepping = field(default_factory=Stepping)
+    ema: WeightAverage | None = None
+
+
+class TrainEngine:
+    """Runs optimizer steps, logs, validates and saves.
+
+    Args:
+        built: the model and its sub-models.
+        optimizers: one per trainable sub-model.
+        mesh: the ranks.
+        config: the resolved ``training`` section.
+        learning_rate: schedule over optimizer steps.
+        batches: endless iterator over this rank's micro-batches.
+        services: what surrounds the loop.
+        progress: where the run stands; advanced in place.
+        last_step: where this process ends; default: where the schedule does.
+        reduce_every_micro_step: see `mm_parallel.set_gradient_sync`.
+    """
+
+    def __init__(
+        self,
+        built: BuiltModel,
+        *,
+        optimizers: Mapping[str, NamedOptimizer],
+        mesh: ParallelMesh,
+        config: TrainingConfig,
+        learning_rate: LearningRate,
+        batches: Iterator[Batch],
+        services: Services,
+        progress: Progress,
+        last_step: int | None = None,
+        reduce_every_micro_step: bool = False,
+    ) -> None:
+        self.built, self.model = built, built.model
+        self.optimizers, self.mesh, self.config = optimizers, mesh, config
+        self.learning_rate = learning_rate
+        self.total_steps = learning_rate.total_steps if last_step is None else last_step
+        self.batches, self.services, self.progress = batches, services, progress
+        self.reduce_every_micro_step = reduce_every_micro_step
+        self.guard = NumberGuard(config.nan_policy, services.describe_sample)
+        self._accumulation = int(config.gradient_accumulation_steps)
+        self._frozen = [m for m in built.sub_models.values() if not any(p.requires_grad for p in m.parameters())]
+
+    def train(self) -> None:
+        """Run to the last step, or to a stop request; the run is left validated (at its end) and saved."""
+        gc.disable()  # ranks that collect at different steps make all the others wait
+        try:
+            with self.services.requests.installed():
+                self._run()
+        finally:
+            gc.enable()
+            self.services.profiles.close(self.progress.step)
+        if self.services.checkpoints is not None:
+            self.services.checkpoints.close()
+
+    def _run(self) -> None:
+        if self.progress.step >= self.total_steps:
+            log.info("nothing to do: %d of %d steps are done", self.progress.step, self.total_steps)
+            return
+        if self.progress.step == 0:
+            self._validate()
+            if self.services.requests.poll().stop:
+                log.info("asked to stop: ended before the first step")
+                return
+        self.run_steps()
+
+    def run_steps(self) -> None:
+        """The loop itself, up to the last step or a stop request; `train` is what surrounds it."""
+        window = LogWindow(self.mesh, alternating=self.services.stepping.alternates)
+        timer = window.timer
+        if (pipeline := getattr(self.model, "pipeline", None)) is not None:
+            pipeline.phase = timer.phase
+        first = self.progress.step + 1
+        while self.progress.step < self.total_steps:
+            step = self.progress.step + 1
+            self.services.profiles.before(step)
+            # The first step makes what later ones find (FSDP2's buffers, optimizer state), the second is like them all.
+            counted = window.traffic_counted() if step == first + 1 else nullcontext()
+            with watchdog(self.config.step_timeout_s or 0), counted:
+                lr = self.train_step(window)
+            self.services.profiles.after(step)
+            request = self.services.requests.poll()
+            last = step == self.total_steps
+            if step % self.config.log_interval == 0 or last or request.stop:
+                self.guard.check()
+                self._log(window, lr)
+            if step % self.config.gc_interval == 0:
+                gc.collect()
+            if last or (self.config.val_interval and step % self.config.val_interval == 0):
+                with timer.phase("validation"):
+                    self._validate()
+            with timer.phase("save"):
+                self._save_if_due(request, last=last)
+            if request.stop and not last:
+                log.info("asked to stop: ended after step %d of %d", step, self.total_steps)
+                return
+
+    def train_step(self, window: LogWindow) -> float:
+        """One optimizer step over ``gradient_accumulation_steps`` micro-batches; returns its learning rate."""
+        step, timer = self.progress.step, window.timer
+        lr = self.learning_rate.at(step)
+        trained = self.services.stepping.begin(step, list(self.optimizers))
+        loss = torch.zeros((), device=self.mesh.device)
+        for micro_step in range(self._accumulation):
+            loss += self._micro_step(window, is_last=micro_step == self._accumulation - 1)
+        with timer.phase("optimizer"):
+            for frozen in self._frozen:
+                reset_frozen(frozen)
+            grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
+            found_inf = self.guard.step(step + 1, grad_norm)
+            for name in trained:
+                self.optimizers[name].step(lr, found_inf)
+            if self.services.ema is not None:
+                self.services.ema.update(trained, skipped=found_inf)
+        self.progress.step += 1
+        window.add_step(trained, loss, grad_norm)
+        return lr
+
+    def _micro_step(self, window: LogWindow, *, is_last: bool) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the step's loss (0-dim)."""
+        timer = window.timer
+        with timer.phase("data"):
+            batch = next(self.batches)
+        set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
+        with timer.phase("forward"):
+            output = ModelOutput.of(self.model(**to_device(batch, self.mesh.device)))
+        with timer.phase("backward"):
+            # A loss that isn't finite may have finite gradients. Through them it reaches the norm, on every rank, which
+            # the guard and the optimizers go by; the host waits for nothing. 1 changes no bit of other losses.
+            mark = torch.where(torch.isfinite(output.loss.detach()), 1.0, math.nan)
+            (output.loss * mark / self._accumulation).backward()
+        self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)
+        samples = len(batch["sample_key"]) * self.mesh.data_size
+        window.add_micro_batch(output, samples)
+        self.progress.samples += samples
+        return output.loss.detach() / self._accumulation
+
+    def _log(self, window: LogWindow, lr: float) -> None:
+        figures = window.close(lr)
+        figures["samples"] = self.progress.samples
+        if self.guard.skipped:
+            figures["skipped_steps"] = self.guard.skipped
+        self.services.metrics.write("train", self.progress.step, figures)
+
+    def _validate(self) -> None:
+        if self.services.validation is None:
+            return
+        figures: dict[str, float] = {}
+        for view in self.services.stepping.views():
+            batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
+            found = validate(self.model, batches, self.mesh, self.config.val_quantiles)
+            figures |= {f"{view}/{name}" if view else name: value for name, value in found.items()}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward, FSDP2 would leave trained roots gathered
+        self.services.metrics.write("validation", self.progress.step, figures)
+
+    def _save_if_due(self, request: Request, *, last: bool) -> None:
+        step, interval = self.progress.step, self.config.save_interval
+        due = last or request.save or request.stop or (interval and step % interval == 0)
+        if self.services.checkpoints is None or not due:
+            return
+        self.guard.check()  # a bad state never replaces a good checkpoint
+        self.services.checkpoints.save(self.progress, self.services.data_state())

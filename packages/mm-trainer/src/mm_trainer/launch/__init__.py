@@ -1,0 +1,1 @@
+"""From a command to ranks, and from their failures to one message."""

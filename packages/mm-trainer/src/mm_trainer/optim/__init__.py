@@ -1,0 +1,1 @@
+"""Optimizers over sharded parameters, learning rates, averages."""

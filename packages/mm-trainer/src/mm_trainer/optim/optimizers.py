@@ -1,0 +1,189 @@
+"""Optimizers: one set per trainable sub-model, its parameter groups, and its state as flat named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mm_trainer.config import TrainingConfig
+from mm_trainer.errors import ConfigError, InputError
+from mm_trainer.optim.low_bit import BlockQuantizer, LowBitAdamW
+from mm_trainer.optim.muon import Muon
+from mm_trainer.optim.plan import OptimizerPlan
+
+
+class ShardedOptimizer(Protocol):
+    """A torch optimizer that works on sharded parameters and leaves a step out on the device."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    found_inf: Tensor | None
+    """0-dim float on the device; 1 leaves weights and state alone (see [Note: bad numbers])."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW; its kernels take ``found_inf`` as a gradient scaler would set it."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """The optimizers of one sub-model together with the full names of its parameters.
+
+    Args:
+        kind: ``training.optimizer``.
+        optimizers: over the trainable parameters of one sub-model, each parameter in one of them.
+        names: parameter → full name (``predictor.blocks.0.ffn.0.weight``).
+    """
+
+    kind: str
+    optimizers: tuple[ShardedOptimizer, ...]
+    names: Mapping[Tensor, str]
+
+    def step(self, lr: float, found_inf: Tensor) -> None:
+        """Update the parameters and drop the gradients; called on all ranks.
+
+        Args:
+            lr: the step's rate; every group scales it by its own factor.
+            found_inf: 0-dim float on the device; 1 leaves weights and state alone (see [Note: bad numbers]).
+        """
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+            optimizer.found_inf = found_inf
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor under ``<parameter>.<state name>``; hyperparameters stay the configuration's business."""
+        return {
+            f"{self.names[parameter]}.{key}": value
+            for optimizer in self.optimizers
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+
+    def allocate_state(self, stored: Iterable[str]) -> dict[str, Tensor]:
+        """Create the state tensors that a checkpoint holds, to be filled by it; the optimizer must be fresh.
+
+        torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state (which
+        leaves a counter at 1), and restores learning rate and weight decay without a word.
+
+        Args:
+            stored: names as `state` gives them, of this optimizer only.
+
+        Returns:
+            name → tensor, already part of the optimizer's state.
+
+        Raises:
+            InputError: the checkpoint's state is another optimizer's.
+        """
+        stored_keys: dict[str, set[str]] = {}
+        for full_name in stored:
+            name, key = full_name.rsplit(".", 1)
+            stored_keys.setdefault(name, set()).add(key)
+        targets: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = self.names[parameter]
+                if name not in stored_keys:
+                    continue
+                state = optimizer.new_state(parameter)
+                if state.keys() != stored_keys[name]:
+                    theirs, ours = (", ".join(sorted(keys)) for keys in (stored_keys[name], state))
+                    raise InputError(
+                        f"the checkpoint's optimizer state of {name} is {theirs}, but training.optimizer: {self.kind} "
+                        f"keeps {ours}: was the optimizer changed? "
+                        "training.no_load_optim: true resumes with a fresh one"
+                    )
+                optimizer.state[parameter] = state
+                targets |= {f"{name}.{key}": value for key, value in state.items()}
+        return targets
+
+
+def build_optimizers(models: Mapping[str, nn.Module], config: TrainingConfig) -> dict[str, NamedOptimizer]:
+    """The optimizers of each sub-model's trainable parameters, as ``training.optimizer`` says.
+
+    Args:
+        models: prefix of parameter names (``"predictor"``; empty on the single-model path) → sub-model.
+        config: the patterns in it are matched against the full names of all of them together.
+
+    Raises:
+        ConfigError: as `check_optimizer`.
+    """
+    plan = OptimizerPlan.of(models, config)
+    return {
+        prefix: NamedOptimizer(
+            config.optimizer,
+            _build(parameters, plan, config),
+            {parameter: name for name, parameter in parameters.items()},
+        )
+        for prefix, parameters in plan.parameters.items()
+    }
+
+
+def check_optimizer(models: Mapping[str, nn.Module], config: TrainingConfig) -> None:
+    """Whether ``training.optimizer`` can train these sub-models, which may lie on meta.
+
+    Raises:
+        ConfigError: as `OptimizerPlan.of`, or what the optimizer needs isn't installed.
+    """
+    OptimizerPlan.of(models, config)
+    if config.optimizer == "adamw_8bit":
+        _load_quantizer()
+
+
+def _build(
+    parameters: Mapping[str, nn.Parameter], plan: OptimizerPlan, config: TrainingConfig
+) -> tuple[ShardedOptimizer, ...]:
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
+    if config.optimizer in ("adamw_8bit", "adamw_sr"):
+        return (
+            LowBitAdamW(
+                plan.groups(parameters),
+                **adamw,
+                names={parameter: name for name, parameter in parameters.items()},
+                seed=config.seed,
+                quantizer=_load_quantizer() if config.optimizer == "adamw_8bit" else None,
+            ),
+        )
+    optimizers: list[ShardedOptimizer] = []
+    matrices = {name: parameter for name, parameter in parameters.items() if name in plan.matrices}
+    if matrices:
+        groups = plan.groups(matrices)
+        optimizers.append(Muon(groups, lr=config.lr, momentum=config.muon_momentum))
+    others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
+    if others:
+        optimizers.append(FusedAdamW(plan.groups(others), **adamw, fused=True))
+    return tuple(optimizers)
+
+
+def _load_quantizer() -> BlockQuantizer:
+    try:
+        return BlockQuantizer()
+    except ImportError as error:
+        raise ConfigError(
+            f"adamw_8bit needs torchao ({error}); pip install 'mm-trainer[torchao]', or take adamw",
+            key="training.optimizer",
+        ) from error
