@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mm_parallel import ContextParallel, MeshSizes, ParallelMesh, count_communication
-from mm_parallel.attention_kernels import KERNELS, choose_kernel
+from mm_parallel.attention.kernels import KERNELS, choose_kernel
 
 CASES = [(length, causal, kernel) for length in (64, 75, 3) for causal in (False, True) for kernel in ("auto", "math")]
 

@@ -25,7 +25,7 @@ from mm_parallel import (
     check_features,
     parallelize,
 )
-from mm_parallel.activation_offload import ActivationOffload, _HostCopy
+from mm_parallel.activations.activation_offload import ActivationOffload, _HostCopy
 
 BLOCKS = ("predictor.blocks.{*}",)
 

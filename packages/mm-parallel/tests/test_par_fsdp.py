@@ -412,7 +412,7 @@ def test_process_group_backends_include_one_for_cpu_tensors():
 def offload_without_cpu_backend(rank, world):
     import torch.distributed as dist
 
-    from mm_parallel import fsdp
+    from mm_parallel.sharding import fsdp
 
     original = dist.get_backend_config
     dist.get_backend_config = lambda: "cuda:nccl"

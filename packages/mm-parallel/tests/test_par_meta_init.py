@@ -18,7 +18,7 @@ from mm_parallel import (
     meta_parameters,
     parallelize,
 )
-from mm_parallel.keyed_init import BLOCK
+from mm_parallel.sharding.keyed_init import BLOCK
 
 
 class Ties(nn.Module):

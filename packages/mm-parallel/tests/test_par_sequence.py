@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mm_parallel import ContextParallel, MeshSizes, ParallelMesh, count_communication
-from mm_parallel.sequence_layout import SequenceLayout
+from mm_parallel.attention.layout import SequenceLayout
 
 DEGREES = [(1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (3, 1), (1, 3), (2, 3), (3, 2)]
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mm_parallel.sizes import MeshSizes
 
 if TYPE_CHECKING:
-    from mm_parallel.context import ContextParallel
+    from mm_parallel.attention.context import ContextParallel
 
 
 def default_device_type() -> str:
@@ -129,9 +129,9 @@ class ParallelMesh:
         """The object that models split their sequences with.
 
         Args:
-            policies: as of :class:`~mm_parallel.context.ContextParallel`, such as ``kernel``.
+            policies: as of :class:`~mm_parallel.attention.context.ContextParallel`, such as ``kernel``.
         """
-        from mm_parallel.context import ContextParallel
+        from mm_parallel.attention.context import ContextParallel
 
         groups = {name: mesh.get_group(name) for name, mesh in self._context_meshes.items()}
         return ContextParallel(

@@ -23,8 +23,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mm_parallel.activations.forward_layers import Forward
 from mm_parallel.config import ActivationOffloadPlan
-from mm_parallel.forward_layers import Forward
 
 _Key = tuple[StorageWeakRef, int, int, int]
 

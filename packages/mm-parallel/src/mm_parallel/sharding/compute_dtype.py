@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from mm_parallel.forward_layers import Forward, Layer, add_layer
+from mm_parallel.activations.forward_layers import Forward, Layer, add_layer
 
 Slot = tuple[nn.Module, str]
 

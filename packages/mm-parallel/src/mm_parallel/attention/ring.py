@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mm_parallel.attention_kernels import AttentionKernel
-from mm_parallel.sequence_layout import SequenceLayout
+from mm_parallel.attention.kernels import AttentionKernel
+from mm_parallel.attention.layout import SequenceLayout
 
 _KV_TAG, _GRADIENT_TAG = 0, 1
 

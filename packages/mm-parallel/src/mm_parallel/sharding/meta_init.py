@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mm_parallel.fsdp_state import offloaded_parameters
+from mm_parallel.sharding.fsdp_state import offloaded_parameters
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import nn
 
-from mm_parallel.fsdp_state import fsdp_modules, fsdp_roots, has_run
+from mm_parallel.sharding.fsdp_state import fsdp_modules, fsdp_roots, has_run
 
 
 def set_gradient_sync(module: nn.Module, *, is_last: bool, reduce_every_micro_step: bool = False) -> None:

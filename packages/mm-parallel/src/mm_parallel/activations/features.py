@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mm_parallel.activation_offload import ActivationOffload
+from mm_parallel.activations.activation_offload import ActivationOffload
+from mm_parallel.activations.forward_layers import Forward, Layer, add_layer
 from mm_parallel.config import ActivationOffloadPlan, CompilePlan, FeaturesConfig, RecomputePlan
-from mm_parallel.forward_layers import Forward, Layer, add_layer
 from mm_parallel.patterns import match_callable_modules
 
 # Matrix products and attention: dear to compute, and small next to what surrounds them.

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mm_parallel.buffer_guard import forbid_changing_buffers
-from mm_parallel.compute_dtype import Slot, cast_outputs, cast_parameters_in_forward
 from mm_parallel.config import FSDPPlan
 from mm_parallel.mesh import ParallelMesh
-from mm_parallel.report import ParallelReport, SubModelReport, UnitReport
-from mm_parallel.units import PlanError, SubModel, resolve_plan
+from mm_parallel.sharding.buffer_guard import forbid_changing_buffers
+from mm_parallel.sharding.compute_dtype import Slot, cast_outputs, cast_parameters_in_forward
+from mm_parallel.sharding.report import ParallelReport, SubModelReport, UnitReport
+from mm_parallel.sharding.units import PlanError, SubModel, resolve_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mm_parallel.all_to_all import swap_heads_and_tokens
-from mm_parallel.attention_kernels import choose_kernel
-from mm_parallel.ring_attention import ring_attention
-from mm_parallel.sequence_layout import SequenceLayout
+from mm_parallel.attention.all_to_all import swap_heads_and_tokens
+from mm_parallel.attention.kernels import choose_kernel
+from mm_parallel.attention.layout import SequenceLayout
+from mm_parallel.attention.ring import ring_attention
 from mm_parallel.sizes import check_heads
 
 
@@ -28,7 +28,7 @@ class ContextParallel:
         group: all ranks that share a sample, ring-major; None for a single rank.
         ulysses: those of them that exchange heads for tokens; None for one.
         ring: those of them around which keys and values rotate; None for one.
-        kernel: the local attention kernel, see :mod:`mm_parallel.attention_kernels`. Under ``auto``, and without a
+        kernel: the local attention kernel, see :mod:`mm_parallel.attention.kernels`. Under ``auto``, and without a
             ring, attention is ``F.scaled_dot_product_attention``.
     """
 

@@ -1,0 +1,1 @@
+"""What the backward needs of the forward: recompute and offload."""

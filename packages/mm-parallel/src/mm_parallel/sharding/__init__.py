@@ -1,0 +1,1 @@
+"""FSDP2 by name patterns: units, initialisation, gradients, report."""
