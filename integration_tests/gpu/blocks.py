@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mm_models_wan.architecture import ARCHITECTURES, TEXT_LENGTH, WanArchitecture
-from mm_models_wan.dit import Block, Context, LocalTokens
-from mm_models_wan.rope import RotaryTables
+from mm_models_wan.modules.dit import Block, Context, LocalTokens
+from mm_models_wan.modules.rope import RotaryTables
+from mm_models_wan.weights.architecture import ARCHITECTURES, TEXT_LENGTH, WanArchitecture
 from mm_parallel import ContextParallel
 
 SHAPE = WanArchitecture.parse(ARCHITECTURES["T2V-A14B"])

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mm_models_wan.architecture import WanArchitecture
-from mm_models_wan.key_map import WAN2_2
-from mm_models_wan.predictor import WanPredictor
+from mm_models_wan.modules.predictor import WanPredictor
+from mm_models_wan.weights.architecture import WanArchitecture
+from mm_models_wan.weights.key_map import WAN2_2
 
 DIM, LAYERS, HEADS, FFN, TEXT = 512, 8, 8, 2048, 512
 SHAPES: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from wan_helpers import make_spec
 
-from mm_models_wan.text_encoder import PromptTokenizer, UMT5TextEncoder, clean_prompt
+from mm_models_wan.modules.text_encoder import PromptTokenizer, UMT5TextEncoder, clean_prompt
+from mm_models_wan.modules.vae import WanVideoVAE
 from mm_models_wan.tiny import random_clips
-from mm_models_wan.vae import WanVideoVAE
 from mm_trainer.errors import ConfigError
 
 

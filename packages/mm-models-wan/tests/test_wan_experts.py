@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from wan_helpers import SEED, build_container, make_batch, make_spec
 
-from mm_models_wan.container import Wan22Container, Wan22Options
+from mm_models_wan.container import Wan22Container
+from mm_models_wan.options import Wan22Options
 from mm_models_wan.pipeline import WanPipeline
 from mm_models_wan.schedule import WanSchedulerOptions, build_schedule, expert_range
 from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, parallelize

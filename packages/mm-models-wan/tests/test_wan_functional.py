@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mm_models_wan import functional as wan
+from mm_models_wan.modules import functional as wan
 
 B, S, D, H = 2, 5, 12, 2
 

@@ -11,10 +11,10 @@ from wan_helpers import make_spec, model_inputs, model_pair
 
 from mm_checkpoint import load_weights, resolve_source
 from mm_checkpoint.config import WeightSourceConfig
-from mm_models_wan.architecture import WanArchitecture
-from mm_models_wan.key_map import WAN2_2
-from mm_models_wan.predictor import WanPredictor
+from mm_models_wan.modules.predictor import WanPredictor
 from mm_models_wan.tiny import TRANSFORMER
+from mm_models_wan.weights.architecture import WanArchitecture
+from mm_models_wan.weights.key_map import WAN2_2
 
 WAN21_I2V = {"in_channels": 36, "image_dim": 24, "added_kv_proj_dim": 64, "pos_embed_seq_len": 514}
 

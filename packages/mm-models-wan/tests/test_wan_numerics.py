@@ -10,11 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from wan_helpers import model_inputs, model_pair
 
-from mm_models_wan.architecture import ARCHITECTURES, WanArchitecture
-from mm_models_wan.functional import sinusoid
-from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.rope import RotaryTables, axis_dims
+from mm_models_wan.modules.functional import sinusoid
+from mm_models_wan.modules.predictor import WanPredictor
+from mm_models_wan.modules.rope import RotaryTables, axis_dims
 from mm_models_wan.tiny import TRANSFORMER
+from mm_models_wan.weights.architecture import ARCHITECTURES, WanArchitecture
 from mm_parallel import KeyedInitializer
 
 GRID = (2, 3, 4)

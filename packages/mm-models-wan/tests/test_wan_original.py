@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from wan_helpers import make_spec, model_inputs, model_pair
 
-from mm_models_wan.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
-from mm_models_wan.key_map import WAN2_2
-from mm_models_wan.original import UMT5_ORIGINAL, VAE_2_1_ORIGINAL, VAE_2_2_ORIGINAL
-from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.text_encoder import UMT5TextEncoder
+from mm_models_wan.modules.predictor import WanPredictor
+from mm_models_wan.modules.text_encoder import UMT5TextEncoder
+from mm_models_wan.modules.vae import WanVideoVAE
 from mm_models_wan.tiny import VAE, VAE_TI2V, random_clips
-from mm_models_wan.vae import WanVideoVAE
+from mm_models_wan.weights.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
+from mm_models_wan.weights.key_map import WAN2_2
+from mm_models_wan.weights.original import UMT5_ORIGINAL, VAE_2_1_ORIGINAL, VAE_2_2_ORIGINAL
 from mm_trainer.contracts import ModelSpec
 
 RELEASED = {"num_attention_heads": 1, "attention_head_dim": 128, "ffn_dim": 160, "num_layers": 3}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from wan_helpers import build_container, make_batch, scramble
 
-from mm_models_wan.container import Wan22Options
+from mm_models_wan.options import Wan22Options
 from mm_parallel import (
     FeaturesConfig,
     FSDPPlan,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from wan_helpers import model_inputs, model_pair
 
-from mm_models_wan.key_map import WAN2_2
+from mm_models_wan.weights.key_map import WAN2_2
 
 GRID = (3, 4, 5)
 CASES: dict[str, dict[str, Any]] = {

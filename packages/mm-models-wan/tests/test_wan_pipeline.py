@@ -10,7 +10,8 @@ import pytest
 import torch
 from wan_helpers import SEED, build_container, make_batch, make_spec
 
-from mm_models_wan.container import Wan22Container, Wan22Options
+from mm_models_wan.container import Wan22Container
+from mm_models_wan.options import Wan22Options
 from mm_trainer.errors import ConfigError
 from mm_trainer.randomness import keyed_normal, keyed_uniform
 

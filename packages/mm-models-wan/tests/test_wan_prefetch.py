@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from wan_helpers import build_container, make_batch
 
-from mm_models_wan.container import Wan22Options
+from mm_models_wan.options import Wan22Options
 from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, parallelize, reset_frozen
 
 PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mm_models_wan.container import Wan22Options
+from mm_models_wan.options import Wan22Options
 from mm_models_wan.schedule import WanSchedulerOptions, build_schedule, expert_range
 from mm_trainer.pipelines.schedule import GridSchedule, shift_sigma
 from mm_trainer.randomness import keyed_uniform

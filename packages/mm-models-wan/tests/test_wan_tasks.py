@@ -9,7 +9,8 @@ import pytest
 import torch
 from wan_helpers import SEED, build_container, make_batch, model_pair
 
-from mm_models_wan.container import Wan22Container, Wan22Options
+from mm_models_wan.container import Wan22Container
+from mm_models_wan.options import Wan22Options
 from mm_trainer.contracts import NoisedInputs
 from mm_trainer.errors import ConfigError
 from mm_trainer.randomness import keyed_normal

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from mm_checkpoint.config import WeightSourceConfig
-from mm_models_wan.architecture import WanArchitecture
-from mm_models_wan.container import Wan22Container, Wan22Options
-from mm_models_wan.key_map import WAN2_2
+from mm_models_wan.container import Wan22Container
+from mm_models_wan.modules.predictor import PredictorOptions, WanPredictor
+from mm_models_wan.modules.text_encoder import PromptTokenizer, TextEncoderOptions, UMT5TextEncoder
+from mm_models_wan.modules.vae import VAEOptions, WanVideoVAE
+from mm_models_wan.options import Wan22Options
 from mm_models_wan.pipeline import WanPipeline
-from mm_models_wan.predictor import PredictorOptions, WanPredictor
-from mm_models_wan.text_encoder import PromptTokenizer, TextEncoderOptions, UMT5TextEncoder
 from mm_models_wan.tiny import TRANSFORMER, random_clips
-from mm_models_wan.vae import VAEOptions, WanVideoVAE
+from mm_models_wan.weights.architecture import WanArchitecture
+from mm_models_wan.weights.key_map import WAN2_2
 from mm_trainer.contracts import ModelSpec, Options
 
 SEED = 11

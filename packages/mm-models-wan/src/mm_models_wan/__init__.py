@@ -10,16 +10,16 @@ from typing import Any
 
 _HOMES = {
     "SampleRequest": "sampling",
-    "UMT5TextEncoder": "text_encoder",
-    "WAN2_2": "key_map",
+    "UMT5TextEncoder": "modules.text_encoder",
+    "WAN2_2": "weights.key_map",
     "Wan22Container": "container",
-    "Wan22Options": "container",
-    "WanArchitecture": "architecture",
+    "Wan22Options": "options",
+    "WanArchitecture": "weights.architecture",
     "WanPipeline": "pipeline",
-    "WanPredictor": "predictor",
+    "WanPredictor": "modules.predictor",
     "WanSampler": "sampling",
     "WanSchedulerOptions": "schedule",
-    "WanVideoVAE": "vae",
+    "WanVideoVAE": "modules.vae",
     "build_schedule": "schedule",
     "write_tiny_pipeline": "tiny",
 }

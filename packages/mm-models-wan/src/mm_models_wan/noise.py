@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from mm_models_wan.container import PREDICTORS, Wan22Options
-from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.release import EXPERTS, Expert, boundary_by_channels
+from mm_models_wan.modules.predictor import WanPredictor
+from mm_models_wan.options import PREDICTORS, Wan22Options
 from mm_models_wan.schedule import build_schedule, expert_range
+from mm_models_wan.weights.release import EXPERTS, Expert, boundary_by_channels
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange, NoiseSchedule
 

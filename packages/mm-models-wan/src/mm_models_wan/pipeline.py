@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from mm_models_wan.container import PREDICTORS, Wan22Options
+from mm_models_wan.modules.predictor import WanPredictor
+from mm_models_wan.modules.vae import WanVideoVAE
 from mm_models_wan.noise import build_schedules
-from mm_models_wan.predictor import WanPredictor
-from mm_models_wan.vae import WanVideoVAE
+from mm_models_wan.options import PREDICTORS, Wan22Options
 from mm_trainer.contracts import BaseModel, ModelContainer, ModelOutput, NoisedInputs, Options
 from mm_trainer.contracts.pipeline import Batch, Conditions
 from mm_trainer.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mm_models_wan.release import BOUNDARIES
+from mm_models_wan.weights.release import BOUNDARIES
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mm_models_wan.architecture import WanArchitecture
-from mm_models_wan.functional import gated_add, gelu_linear, layer_norm, modulated_norm, rms_norm, rotate
+from mm_models_wan.modules.functional import gated_add, gelu_linear, layer_norm, modulated_norm, rms_norm, rotate
+from mm_models_wan.weights.architecture import WanArchitecture
 from mm_parallel import SequenceShard
 
 

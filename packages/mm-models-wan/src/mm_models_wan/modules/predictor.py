@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_checkpoint import resolve_source
-from mm_models_wan.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
-from mm_models_wan.dit import (
+from mm_models_wan.modules.dit import (
     Block,
     CastLinear,
     Context,
@@ -22,9 +21,10 @@ from mm_models_wan.dit import (
     LocalTokens,
     PatchEmbedding,
 )
-from mm_models_wan.functional import sinusoid
-from mm_models_wan.release import WanRelease, read_release
-from mm_models_wan.rope import Grid, RotaryTables
+from mm_models_wan.modules.functional import sinusoid
+from mm_models_wan.modules.rope import Grid, RotaryTables
+from mm_models_wan.weights.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
+from mm_models_wan.weights.release import WanRelease, read_release
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
 from mm_trainer.errors import ConfigError
@@ -44,7 +44,7 @@ class WanPredictor(BaseModel):
     """Predicts v = ε − x0 from noised latents, timestep and text.
 
     Parameter names are those of the original release; the key map ``wan2_2`` translates diffusers' files. Numbers:
-    [Note: precision] in `mm_models_wan.dit`.
+    [Note: precision] in `mm_models_wan.modules.dit`.
 
     Args:
         architecture: the shapes.

@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mm_checkpoint import LoadReport, WeightSource, load_weights
-from mm_models_wan.architecture import TEXT_LENGTH
-from mm_models_wan.original import UMT5_ARCHITECTURES, UMT5_ORIGINAL, original_architecture
+from mm_models_wan.weights.architecture import TEXT_LENGTH
+from mm_models_wan.weights.original import UMT5_ARCHITECTURES, UMT5_ORIGINAL, original_architecture
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options, Tokenizer
 from mm_trainer.errors import ConfigError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_checkpoint import LoadReport, WeightSource, load_weights
-from mm_models_wan.original import VAE_2_1_ORIGINAL, VAE_2_2_ORIGINAL, VAE_ARCHITECTURES, original_architecture
+from mm_models_wan.weights.original import VAE_2_1_ORIGINAL, VAE_2_2_ORIGINAL, VAE_ARCHITECTURES, original_architecture
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
 from mm_trainer.errors import ConfigError
 

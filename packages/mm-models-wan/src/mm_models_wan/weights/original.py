@@ -1,6 +1,6 @@
 """The original release's VAE and text encoder: key maps of their ``.pth`` files and the shapes these don't state.
 
-The transformers of the original release need no map: their names are ours (see `mm_models_wan.key_map`).
+The transformers of the original release need no map: their names are ours (see `mm_models_wan.weights.key_map`).
 """
 
 from __future__ import annotations

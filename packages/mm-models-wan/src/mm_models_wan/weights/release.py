@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mm_models_wan.architecture import ARCHITECTURES
+from mm_models_wan.weights.architecture import ARCHITECTURES
 from mm_trainer.contracts import ModelSpec
 from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.schedule import NoiseRange

@@ -1,0 +1,1 @@
+"""The networks: diffusion transformer, VAE and text encoder, wrapped for the trainer."""

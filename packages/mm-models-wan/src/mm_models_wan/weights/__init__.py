@@ -1,0 +1,1 @@
+"""What the releases hold: shapes, names in each format, facts beside the weights."""
