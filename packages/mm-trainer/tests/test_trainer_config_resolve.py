@@ -8,7 +8,7 @@ import pytest
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, write
 
 from mm_trainer.config import ResolvedConfig, load_config, resolve
-from mm_trainer.config.resolve import smallest_world_size
+from mm_trainer.config.resolving import smallest_world_size
 from mm_trainer.errors import ConfigError
 
 

@@ -187,7 +187,7 @@ def check(
     if config is None:
         raise InputError("CONFIG is missing: a YAML file, or recipe:NAME (`mm-trainer recipes` lists them)")
     from mm_trainer.config import load_config, resolve
-    from mm_trainer.config.resolve import smallest_world_size
+    from mm_trainer.config.resolving import smallest_world_size
 
     loaded = load_config(config, overrides or [])
     ranks = world_size or smallest_world_size(loaded)

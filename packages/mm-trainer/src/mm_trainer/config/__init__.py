@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_trainer.config.bind import BoundConfig, DatasetBinding, bind
+    from mm_trainer.config.binding import BoundConfig, DatasetBinding, bind
     from mm_trainer.config.environment import Environment
-    from mm_trainer.config.load import load_config, locate
-    from mm_trainer.config.resolve import resolve
+    from mm_trainer.config.loading import load_config, locate
+    from mm_trainer.config.resolving import resolve
     from mm_trainer.config.schema import ResolvedConfig, TrainerConfig, json_schema
     from mm_trainer.config.sections.data import DataConfig, DataLoaderParam, DatasetParam
     from mm_trainer.config.sections.model import ModelConfig, SubModelConfig
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from mm_trainer.config.yaml.dump import dump_resolved
 
 _HOMES = {
-    "BoundConfig": "bind",
+    "BoundConfig": "binding",
     "DataConfig": "sections.data",
     "DataLoaderParam": "sections.data",
-    "DatasetBinding": "bind",
+    "DatasetBinding": "binding",
     "DatasetParam": "sections.data",
     "Environment": "environment",
     "ModelConfig": "sections.model",
@@ -32,12 +32,12 @@ _HOMES = {
     "ToolsConfig": "sections.training",
     "TrainerConfig": "schema",
     "TrainingConfig": "sections.training",
-    "bind": "bind",
+    "bind": "binding",
     "dump_resolved": "yaml.dump",
     "json_schema": "schema",
-    "load_config": "load",
-    "locate": "load",
-    "resolve": "resolve",
+    "load_config": "loading",
+    "locate": "loading",
+    "resolve": "resolving",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ from mm_trainer.data.open import check_agreement, open_datasets, worker_options
 if TYPE_CHECKING:
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
-    from mm_trainer.config.bind import DatasetBinding
+    from mm_trainer.config.binding import DatasetBinding
     from mm_trainer.contracts.spec import InputSpec
 
 ValidationBatches = Callable[[], Iterator[dict[str, Any]]]

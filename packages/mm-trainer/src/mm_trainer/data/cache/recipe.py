@@ -18,7 +18,7 @@ from mm_trainer.errors import DataError
 if TYPE_CHECKING:
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
-    from mm_trainer.config.bind import DatasetBinding
+    from mm_trainer.config.binding import DatasetBinding
     from mm_trainer.contracts.spec import InputSpec, ModelSpec
 
 TRAIN, VALIDATION = "train", "validation"
