@@ -5,8 +5,39 @@ Importing this package imports no torch: names are loaded when first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mm_parallel.accounting import Communication, count_communication
+    from mm_parallel.activations.features import apply_features, check_features
+    from mm_parallel.attention.context import ContextParallel, SequenceShard
+    from mm_parallel.config import (
+        ActivationOffloadPlan,
+        CompilePlan,
+        FeaturesConfig,
+        FSDPPlan,
+        ParallelConfig,
+        RecomputePlan,
+        SubPlan,
+    )
+    from mm_parallel.mesh import ParallelMesh, default_device_type, process_group_backend
+    from mm_parallel.patterns import PatternError, match_modules
+    from mm_parallel.sharding.fsdp import parallelize
+    from mm_parallel.sharding.grad_norm import clip_grad_norm
+    from mm_parallel.sharding.grad_sync import (
+        prefetch,
+        reset_frozen,
+        set_gradient_sync,
+        set_is_last_backward,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+    )
+    from mm_parallel.sharding.keyed_init import KeyedInitializer
+    from mm_parallel.sharding.meta_init import materialize, meta_parameters
+    from mm_parallel.sharding.report import ParallelReport
+    from mm_parallel.sharding.units import PlanError, resolve_plan
+    from mm_parallel.sizes import MeshSizes, check_heads
 
 _HOME = {
     "ActivationOffloadPlan": "config",
@@ -45,10 +76,49 @@ _HOME = {
     "set_requires_gradient_sync": "sharding.grad_sync",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "ActivationOffloadPlan",
+    "Communication",
+    "CompilePlan",
+    "ContextParallel",
+    "FSDPPlan",
+    "FeaturesConfig",
+    "KeyedInitializer",
+    "MeshSizes",
+    "ParallelConfig",
+    "ParallelMesh",
+    "ParallelReport",
+    "PatternError",
+    "PlanError",
+    "RecomputePlan",
+    "SequenceShard",
+    "SubPlan",
+    "apply_features",
+    "check_features",
+    "check_heads",
+    "clip_grad_norm",
+    "count_communication",
+    "default_device_type",
+    "match_modules",
+    "materialize",
+    "meta_parameters",
+    "parallelize",
+    "prefetch",
+    "process_group_backend",
+    "reset_frozen",
+    "resolve_plan",
+    "set_gradient_sync",
+    "set_is_last_backward",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'mm_parallel' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"mm_parallel.{_HOME[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mm_trainer.config.sections.training import ToolsConfig, TrainingConfig
     from mm_trainer.config.yaml.dump import dump_resolved
 
-_HOMES = {
+_HOME = {
     "BoundConfig": "binding",
     "DataConfig": "sections.data",
     "DataLoaderParam": "sections.data",
@@ -63,6 +63,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
 
-_HOMES = {
+_HOME = {
     "BaseModel": "model",
     "DTYPES": "model",
     "DatasetContext": "dataset",
@@ -34,8 +34,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "DTYPES",
     "BaseModel",
+    "DTYPES",
     "DatasetContext",
     "DatasetFactory",
     "GenerativePipeline",
@@ -55,6 +55,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
