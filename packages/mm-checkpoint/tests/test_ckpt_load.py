@@ -192,3 +192,12 @@ def test_runs_of_boxes() -> None:
             pieces = [whole[piece.slices].reshape(-1) for piece in box.pieces(2)]
             assert torch.equal(torch.cat(pieces), found)
             assert all(len(piece) <= 2 for piece in pieces)
+
+
+def test_a_key_maps_name_is_no_sign_of_a_prefix(tmp_path: Path) -> None:
+    """Two readings without a prefix aren't two sub-models, whatever the map is called."""
+    tensors = {name: tensor for name, tensor in toys.make_toy().state_dict().items() if name != "table"}
+    save_file(tensors, tmp_path / "a.safetensors")
+    same = KeyMap("ours under theirs", exact={name: name for name in tensors})
+    report = load_weights(toys.make_toy(seed=3), tmp_path / "a.safetensors", key_map=same)
+    assert report.naming == "names as they are"

@@ -154,13 +154,16 @@ def test_a_module_registered_under_two_names_is_one_unit():
         ({"apply_modules": ("ae.0",), "ignored_modules": ("ae",)}, "'ae.0' names 'ae.0', which .*'ae' keeps plain"),
         ({"ignored_modules": ("predictor.head",)}, "predictor.head.scale is trainable, but belongs to no unit"),
         ({"sub_plans": {"predictr": SubPlan()}}, r"sub_plans.predictr: there is no such .*did you mean 'predictor'"),
-        ({"sub_plans": {"predictor": SubPlan(shard_size=2)}}, "sub_plans.predictor: .* say trainable: true"),
-        ({"sub_plans": {"predictor": SubPlan(enabled=False)}}, "gradients nothing would reduce"),
+        ({"sub_plans": {"predictor": SubPlan(shard_size=2)}}, "sub_plans.predictor: .* say so with trainable: true"),
+        ({"sub_plans": {"predictor": SubPlan(enabled=False)}}, "its gradients must be reduced"),
         (
             {"sub_plans": {"text_encoder": SubPlan(trainable=True)}},
             "trainable: true, but every parameter of it is frozen",
         ),
-        ({"sub_plans": {"ae": SubPlan()}, "ignored_modules": ("ae",)}, "sub_plans.ae: the sub-model is also in"),
+        (
+            {"sub_plans": {"ae": SubPlan()}, "ignored_modules": ("ae",)},
+            "sub_plans.ae: fsdp_plan.ignored_modules names ae as well",
+        ),
     ],
 )
 def test_contradictions_are_refused(model, plan, message):

@@ -13,6 +13,7 @@ import torch
 from data_clips import context, write_clip
 from data_fakes import NumberDataset
 
+from mm_trainer.data.bad_samples import BadSampleLog, LoadedBatch
 from mm_trainer.data.batch import collate
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
 from mm_trainer.data.video.dataset import VideoDataset
@@ -247,3 +248,12 @@ def compare_tables(rank: int, world_size: int) -> str:
     except DataError as error:
         return str(error)
     return ""
+
+
+def test_bad_samples_are_counted_by_where_they_are_not_by_what_was_said() -> None:
+    """One file that fails in two ways is one bad sample; a mix may meet it under two numbers, too."""
+    log = BadSampleLog(size=100, data_size=1, known=0, on_bad_sample="replace", max_fraction=0.5)
+    batch = {"sample_key": torch.zeros(1)}
+    log.check(LoadedBatch(batch, (((3, "a.mp4", "ends at frame 7"), (4, "b.mp4", "no such file")),)))
+    log.check(LoadedBatch(batch, (((53, "a.mp4", "ends at frame 8"),),)))
+    assert log.count == 2

@@ -128,7 +128,7 @@ def test_warm_up_counts_updates(tmp_path: Path) -> None:
             4,
             ["parallel.fsdp_plan.sub_plans={predicter: {}}"],
             "parallel.fsdp_plan.sub_plans.predicter",
-            "did you mean predictor? (model.models has: encoder, predictor)",
+            "did you mean 'predictor'? (there are: encoder, predictor)",
         ),
         (
             4,

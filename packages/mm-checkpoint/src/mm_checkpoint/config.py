@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mm_checkpoint.errors import FieldError
+
 # What people write for the four forms elsewhere; the left-hand sides are lower-cased before the look-up.
 LOAD_FORMATS: dict[str, str] = {
     "auto": "auto",
@@ -35,7 +37,7 @@ class WeightSourceConfig:
         broadcast_from_rank0: only rank 0 reads, and sends every piece to the others (for slow shared disks).
 
     Raises:
-        ValueError: an unknown ``load_format``.
+        FieldError: an unknown ``load_format``.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -67,10 +69,10 @@ def normalize_format(name: str) -> str:
     """The canonical format name behind ``name``.
 
     Raises:
-        ValueError: ``name`` is neither a format nor an alias of one.
+        FieldError: ``name`` is neither a format nor an alias of one.
     """
     try:
         return LOAD_FORMATS[name.lower()]
     except KeyError:
         allowed = "auto, hf, diffusers, dcp"
-        raise ValueError(f"load_format: {name!r} is not one of {allowed} (or an alias of one)") from None
+        raise FieldError(("load_format",), f"{name!r} is not one of {allowed} (or an alias of one)") from None

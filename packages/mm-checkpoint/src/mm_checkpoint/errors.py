@@ -9,6 +9,8 @@ CheckpointError
 │   ├── IncompleteCheckpointError no complete checkpoint where one was asked for, or several
 │   └── DestinationError          the place to write to is taken, foreign or not shared by all ranks
 └── SaveError                     writing failed (disk full, permissions); what existed before is intact
+
+FieldError                        a configuration object was given a value that it can't have (a ValueError)
 """
 
 from __future__ import annotations
@@ -23,6 +25,22 @@ class CheckpointError(Exception):
 
 class BadInputError(CheckpointError):
     """The input is at fault, not the program."""
+
+
+class FieldError(ValueError):
+    """A field of a configuration object is wrong.
+
+    Args:
+        path: from the object that was checked to the field.
+        message: what was expected and what was got.
+    """
+
+    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
+        super().__init__(path, message)
+        self.path, self.message = path, message
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.path))}: {self.message}"
 
 
 class SourceError(BadInputError):

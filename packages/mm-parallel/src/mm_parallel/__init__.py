@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         RecomputePlan,
         SubPlan,
     )
+    from mm_parallel.errors import FieldError, PatternError, PlanError
     from mm_parallel.mesh import ParallelMesh, default_device_type, process_group_backend
-    from mm_parallel.patterns import PatternError, match_modules
+    from mm_parallel.patterns import match_modules
     from mm_parallel.sharding.fsdp import parallelize
     from mm_parallel.sharding.grad_norm import clip_grad_norm
     from mm_parallel.sharding.grad_sync import (
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from mm_parallel.sharding.keyed_init import KeyedInitializer
     from mm_parallel.sharding.meta_init import materialize, meta_parameters
     from mm_parallel.sharding.report import ParallelReport
-    from mm_parallel.sharding.units import PlanError, resolve_plan
+    from mm_parallel.sharding.units import resolve_plan
     from mm_parallel.sizes import MeshSizes, check_heads
 
 _HOME = {
@@ -46,13 +47,14 @@ _HOME = {
     "ContextParallel": "attention.context",
     "FSDPPlan": "config",
     "FeaturesConfig": "config",
+    "FieldError": "errors",
     "KeyedInitializer": "sharding.keyed_init",
     "MeshSizes": "sizes",
     "ParallelConfig": "config",
     "ParallelMesh": "mesh",
     "ParallelReport": "sharding.report",
-    "PatternError": "patterns",
-    "PlanError": "sharding.units",
+    "PatternError": "errors",
+    "PlanError": "errors",
     "RecomputePlan": "config",
     "SequenceShard": "attention.context",
     "SubPlan": "config",
@@ -83,6 +85,7 @@ __all__ = [
     "ContextParallel",
     "FSDPPlan",
     "FeaturesConfig",
+    "FieldError",
     "KeyedInitializer",
     "MeshSizes",
     "ParallelConfig",

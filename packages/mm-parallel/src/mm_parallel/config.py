@@ -6,9 +6,13 @@ in :mod:`mm_parallel.sizes`, those that need the model in :func:`mm_parallel.par
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
+
+from mm_parallel.errors import FieldError, PlanError
+from mm_parallel.patterns import compile_pattern, nearest
 
 DTYPES = ("bf16", "fp16", "fp32")
 ATTENTION_KERNELS = ("auto", "flash", "npu", "cpu_flash", "math")
@@ -41,13 +45,15 @@ class SubPlan:
 
     def __post_init__(self) -> None:
         if self.shard_size is not None:
-            _require_at_least("sub_plans.<sub-model>.shard_size", self.shard_size, 1)
-        _check_reshard("sub_plans.<sub-model>.reshard_after_forward", self.reshard_after_forward)
+            _require_at_least("sub_plans.<sub-model>", "shard_size", self.shard_size, 1)
+        _check_reshard("sub_plans.<sub-model>", self.reshard_after_forward)
         if not self.enabled and (self.trainable or self.shard_size not in (None, 1)):
-            raise ValueError(
-                "sub_plans.<sub-model>: enabled: false leaves the sub-model unsharded and its gradients "
+            raise FieldError(
+                "sub_plans.<sub-model>",
+                "enabled: false leaves the sub-model unsharded and its gradients "
                 "unreduced, so it goes with neither `trainable: true` nor a shard_size; to train it whole "
-                "on every rank use shard_size: 1"
+                "on every rank use shard_size: 1",
+                path=("enabled",),
             )
 
 
@@ -87,14 +93,59 @@ class FSDPPlan:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            _require_one_of(f"fsdp_plan.{name}", getattr(self, name), (*DTYPES, None))
+            _require_one_of("fsdp_plan", name, getattr(self, name), (*DTYPES, None))
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
-            _require_at_least(f"fsdp_plan.{name}", getattr(self, name), 0)
+            _require_at_least("fsdp_plan", name, getattr(self, name), 0)
         if self.reshard_after_forward is None:
-            raise ValueError("fsdp_plan.reshard_after_forward: expected true, false or a number of ranks, got null")
-        _check_reshard("fsdp_plan.reshard_after_forward", self.reshard_after_forward)
-        _check_patterns("fsdp_plan.apply_modules", self.apply_modules)
-        _check_patterns("fsdp_plan.ignored_modules", self.ignored_modules)
+            raise _field_error(
+                "fsdp_plan", "reshard_after_forward", "expected true, false or a number of ranks, got null"
+            )
+        _check_reshard("fsdp_plan", self.reshard_after_forward)
+        _check_patterns("fsdp_plan", "apply_modules", self.apply_modules)
+        _check_patterns("fsdp_plan", "ignored_modules", self.ignored_modules)
+
+    def check_sub_plans(self, trained: Mapping[str, bool]) -> None:
+        """Refuse sub-plans that contradict the model; needs nothing built, only what is trained.
+
+        Args:
+            trained: name of every sub-model → whether any parameter of it is trained.
+
+        Raises:
+            PlanError: every contradiction found.
+        """
+        faults = [
+            fault for name, plan in self.sub_plans.items() for fault in self._sub_plan_faults(name, plan, trained)
+        ]
+        if faults:
+            first, *others = faults
+            raise PlanError(first.where, first.message, path=first.path, also=others)
+
+    def _sub_plan_faults(self, name: str, plan: SubPlan, trained: Mapping[str, bool]) -> Iterator[PlanError]:
+        def fault(message: str, *field: str) -> PlanError:
+            return PlanError(f"fsdp_plan.sub_plans.{name}", message, path=("sub_plans", name, *field))
+
+        if name not in trained:
+            near = nearest(name, trained, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield fault(f"there is no such sub-model{hint} (there are: {', '.join(trained) or 'none'})")
+            return
+        what = "fsdp_plan.ignored_modules"
+        if any(compile_pattern(pattern, what=what).fullmatch(name) for pattern in self.ignored_modules):
+            yield fault(f"{what} names {name} as well; keep one of the two (enabled: false leaves it whole, too)")
+        if plan.trainable and not trained[name]:
+            yield fault("trainable: true, but every parameter of it is frozen", "trainable")
+        if trained[name] and plan.shard_size is not None and not plan.trainable:
+            yield fault(
+                f"it is trained under a shard size of its own ({plan.shard_size}), which makes replicas that reduce "
+                "their gradients across each other (HSDP); say so with trainable: true",
+                "shard_size",
+            )
+        if trained[name] and not plan.enabled:
+            yield fault(
+                "it is trained, so its gradients must be reduced; freeze it, or keep it whole on every rank by "
+                "shard_size: 1 with trainable: true",
+                "enabled",
+            )
 
     def reshard_for(self, sub_model: str) -> bool | int:
         """``reshard_after_forward`` of a sub-model's units."""
@@ -137,21 +188,23 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.fully_shard_parallel_size != "auto":
-            _require_at_least("parallel.fully_shard_parallel_size", self.fully_shard_parallel_size, 1, "or auto")
+            _require_at_least("parallel", "fully_shard_parallel_size", self.fully_shard_parallel_size, 1, "or auto")
         if self.data_parallel_size is not None:
-            _require_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
+            _require_at_least("parallel", "data_parallel_size", self.data_parallel_size, 1)
         for name in ("ulysses_parallel_size", "ring_attention_size", "tensor_parallel_size"):
-            _require_at_least(f"parallel.{name}", getattr(self, name), 1)
+            _require_at_least("parallel", name, getattr(self, name), 1)
         if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"parallel.tensor_parallel_size: only 1 is supported, got {self.tensor_parallel_size}; "
-                "to split long sequences use ulysses_parallel_size or ring_attention_size"
+            raise _field_error(
+                "parallel",
+                "tensor_parallel_size",
+                f"only 1 is supported, got {self.tensor_parallel_size}; "
+                "to split long sequences use ulysses_parallel_size or ring_attention_size",
             )
         if self.timeout_s <= 0:
-            raise ValueError(f"parallel.timeout_s: expected a number of seconds above 0, got {self.timeout_s}")
-        _require_one_of("parallel.attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
+            raise _field_error("parallel", "timeout_s", f"expected a number of seconds above 0, got {self.timeout_s}")
+        _require_one_of("parallel", "attention_kernel", self.attention_kernel, ATTENTION_KERNELS)
         if self.ep_plan is not None:
-            raise ValueError("parallel.ep_plan: there are no expert-parallel layers yet; remove the key")
+            raise _field_error("parallel", "ep_plan", "there are no expert-parallel layers yet; remove the key")
 
 
 @dataclass(frozen=True)
@@ -174,11 +227,13 @@ class RecomputePlan:
     keep_ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_patterns("recompute_plan.apply_modules", self.apply_modules)
-        _require_one_of("recompute_plan.policy", self.policy, RECOMPUTE_POLICIES)
-        _require_at_least("recompute_plan.n", self.n, 1)
+        _check_patterns("recompute_plan", "apply_modules", self.apply_modules)
+        _require_one_of("recompute_plan", "policy", self.policy, RECOMPUTE_POLICIES)
+        _require_at_least("recompute_plan", "n", self.n, 1)
         if self.keep_ops and self.policy != "ops":
-            raise ValueError(f"recompute_plan.keep_ops: only read under policy: ops, but the policy is {self.policy}")
+            raise _field_error(
+                "recompute_plan", "keep_ops", f"only read under policy: ops, but the policy is {self.policy}"
+            )
 
 
 @dataclass(frozen=True)
@@ -198,9 +253,9 @@ class ActivationOffloadPlan:
     min_bytes: int = 4096
 
     def __post_init__(self) -> None:
-        _check_patterns("activation_offload_plan.apply_modules", self.apply_modules)
-        _require_at_least("activation_offload_plan.window", self.window, 1)
-        _require_at_least("activation_offload_plan.min_bytes", self.min_bytes, 0)
+        _check_patterns("activation_offload_plan", "apply_modules", self.apply_modules)
+        _require_at_least("activation_offload_plan", "window", self.window, 1)
+        _require_at_least("activation_offload_plan", "min_bytes", self.min_bytes, 0)
 
 
 @dataclass(frozen=True)
@@ -220,7 +275,7 @@ class CompilePlan:
     dynamic: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_patterns("compile_plan.apply_modules", self.apply_modules)
+        _check_patterns("compile_plan", "apply_modules", self.apply_modules)
 
 
 @dataclass(frozen=True)
@@ -247,41 +302,44 @@ class FeaturesConfig:
             ("enable_activation_offload", "activation_offload_plan"),
         ):
             if getattr(self, switch) and not getattr(self, plan).apply_modules:
-                raise ValueError(
-                    f"features.{switch}: true, but features.{plan}.apply_modules is empty; name the modules"
+                raise _field_error(
+                    "features", switch, f"true, but features.{plan}.apply_modules is empty; name the modules"
                 )
 
 
-def _require_one_of(field_name: str, value: object, allowed: tuple[object, ...]) -> None:
+def _field_error(owner: str, name: str, message: str, *below: int) -> FieldError:
+    return FieldError(f"{owner}.{name}", message, path=(name, *below))
+
+
+def _require_one_of(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value in allowed:
         return
     near = get_close_matches(str(value), [str(a) for a in allowed], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     shown = ", ".join("null" if a is None else str(a) for a in allowed)
-    raise ValueError(f"{field_name}: expected one of {shown}, got {value!r}{hint}")
+    raise _field_error(owner, name, f"expected one of {shown}, got {value!r}{hint}")
 
 
-def _require_at_least(field_name: str, value: object, least: int, also: str = "") -> None:
+def _require_at_least(owner: str, name: str, value: object, least: int, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         suffix = f" {also}" if also else ""
-        raise ValueError(f"{field_name}: expected a whole number of at least {least}{suffix}, got {value!r}")
+        raise _field_error(owner, name, f"expected a whole number of at least {least}{suffix}, got {value!r}")
 
 
-def _check_reshard(field_name: str, value: bool | int | None) -> None:
+def _check_reshard(owner: str, value: bool | int | None) -> None:
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int) or value < 2:
-        raise ValueError(
-            f"{field_name}: expected true, false or the number of ranks (2 or more) to reshard to, got {value!r}"
-        )
+        expected = "expected true, false or the number of ranks (2 or more) to reshard to"
+        raise _field_error(owner, "reshard_after_forward", f"{expected}, got {value!r}")
 
 
-def _check_patterns(field_name: str, patterns: tuple[str, ...]) -> None:
+def _check_patterns(owner: str, name: str, patterns: tuple[str, ...]) -> None:
     if isinstance(patterns, str):
-        raise ValueError(f"{field_name}: expected a list of patterns, got the text {patterns!r}")  # noqa: TRY004
-    for pattern in patterns:
+        raise _field_error(owner, name, f"expected a list of patterns, got the text {patterns!r}")
+    for position, pattern in enumerate(patterns):
         if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"{field_name}: expected module names or patterns, got {pattern!r}")
+            raise _field_error(owner, name, f"expected module names or patterns, got {pattern!r}", position)
     twice = sorted({pattern for pattern in patterns if list(patterns).count(pattern) > 1})
     if twice:
-        raise ValueError(f"{field_name}: {', '.join(twice)} is listed twice")
+        raise _field_error(owner, name, f"{', '.join(twice)} is listed twice", patterns.index(twice[0]))

@@ -15,15 +15,13 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from mm_parallel.errors import PatternError, below
+
 if TYPE_CHECKING:
     from torch import nn
 
 _TOKEN = re.compile(r"\{[^}]*\}|\*|[^{*]+|\{")
 _RANGE = re.compile(r"\{(\d+)-(\d+)\}")
-
-
-class PatternError(ValueError):
-    """A pattern that can't be read, or that matches no module."""
 
 
 def match_modules(model: nn.Module, patterns: Sequence[str], *, what: str) -> dict[str, list[str]]:
@@ -42,12 +40,17 @@ def match_modules(model: nn.Module, patterns: Sequence[str], *, what: str) -> di
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     matches = {}
-    for pattern in patterns:
-        expression = compile_pattern(pattern, what=what)
+    for position, pattern in enumerate(patterns):
+        with below(position):
+            expression = compile_pattern(pattern, what=what)
         matches[pattern] = [name for name in names if expression.fullmatch(name)]
-    dead = [pattern for pattern, found in matches.items() if not found]
+    dead = [
+        PatternError(what, _nothing_matches(pattern, names), path=(position,))
+        for position, pattern in enumerate(patterns)
+        if not matches[pattern]
+    ]
     if dead:
-        raise PatternError("\n".join(f"{what}: {_nothing_matches(pattern, names)}" for pattern in dead))
+        raise PatternError(what, dead[0].message, path=dead[0].path, also=dead[1:])
     return matches
 
 
@@ -60,12 +63,14 @@ def match_callable_modules(model: nn.Module, patterns: Sequence[str], *, what: s
     from torch import nn
 
     matches = match_modules(model, patterns, what=what)
-    for pattern, names in matches.items():
-        for name in names:
+    for position, pattern in enumerate(patterns):
+        for name in matches[pattern]:
             if isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
                 raise PatternError(
-                    f"{what}: {pattern!r} names {name!r}, a list of modules that has no forward of its own; "
-                    f"name its items: {name}.{{*}}"
+                    what,
+                    f"{pattern!r} names {name!r}, a list of modules that has no forward of its own; name its items: "
+                    f"{name}.{{*}}",
+                    path=(position,),
                 )
     return matches
 
@@ -98,7 +103,7 @@ def _number_range(token: str, pattern: str, what: str) -> str:
     found = _RANGE.fullmatch(token)
     if found is None or int(found[1]) > int(found[2]):
         raise PatternError(
-            f"{what}: {pattern!r} contains {token!r}; braces hold {{*}} for any one name or a range such as {{0-9}}"
+            what, f"{pattern!r} contains {token!r}; braces hold {{*}} for any one name or a range such as {{0-9}}"
         )
     return "(?:" + "|".join(str(n) for n in range(int(found[1]), int(found[2]) + 1)) + ")"
 

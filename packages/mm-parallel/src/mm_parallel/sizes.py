@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mm_parallel.config import ParallelConfig
+from mm_parallel.errors import FieldError, FieldPath
 
 
 @dataclass(frozen=True)
@@ -50,73 +51,85 @@ class MeshSizes:
         """Settle every ``auto`` for ``world_size`` ranks.
 
         Raises:
-            ValueError: sizes that don't divide, with the field and the numbers.
+            FieldError: sizes that don't divide, with the field and the numbers.
         """
         ulysses, ring = config.ulysses_parallel_size, config.ring_attention_size
         context = ulysses * ring
         if world_size % context:
-            raise ValueError(
-                f"parallel.ulysses_parallel_size × ring_attention_size = {ulysses} × {ring} = {context} "
-                f"doesn't divide the {world_size} ranks"
+            raise _size_error(
+                "ulysses_parallel_size",
+                message=f"ulysses_parallel_size × ring_attention_size = {ulysses} × {ring} = {context} doesn't divide "
+                f"the {world_size} ranks",
             )
         data = world_size // context
         if config.data_parallel_size not in (None, data):
-            raise ValueError(
-                f"parallel.data_parallel_size: {config.data_parallel_size} was given, but {world_size} ranks "
-                f"/ (ulysses {ulysses} × ring {ring}) = {data}; leave it out or correct it"
+            raise _size_error(
+                "data_parallel_size",
+                message=f"{config.data_parallel_size} was given, but {world_size} ranks / (ulysses {ulysses} × ring "
+                f"{ring}) = {data}; leave it out or correct it",
             )
         requested = config.fully_shard_parallel_size
         shard = world_size if requested == "auto" else requested
         if world_size % shard:
-            raise ValueError(
-                f"parallel.fully_shard_parallel_size: {shard} doesn't divide the {world_size} ranks "
-                f"(allowed: {_divisors(world_size)})"
+            raise _size_error(
+                "fully_shard_parallel_size",
+                message=f"{shard} doesn't divide the {world_size} ranks (allowed: {_divisors(world_size)})",
             )
         sizes = cls(replicate=world_size // shard, shard=shard, ulysses=ulysses, ring=ring)
         sizes._check_plan(config)
         return sizes
 
-    def check_sequence_split(self, field_name: str, shard_size: int) -> None:
+    def check_sequence_split(self, path: FieldPath, shard_size: int) -> None:
         """Refuse a shard size that cuts through context-parallel groups (for a sub-model with split tokens).
 
+        Args:
+            path: field of the ``parallel`` section that the size comes from.
+
         Raises:
-            ValueError: naming ``field_name`` and the numbers.
+            FieldError: naming the field and the numbers.
         """
         if shard_size % self.context:
-            raise ValueError(
-                f"{field_name}: {shard_size} ranks share one copy of the parameters, but where the sequence "
+            raise _size_error(
+                *path,
+                message=f"{shard_size} ranks share one copy of the parameters, but where the sequence "
                 f"is split that must be a multiple of ulysses × ring = {self.ulysses} × {self.ring} = "
-                f"{self.context}"
+                f"{self.context}",
             )
 
     def _check_plan(self, config: ParallelConfig) -> None:
         plan = config.fsdp_plan
-        _check_reshard_size("fsdp_plan.reshard_after_forward", plan.reshard_after_forward, self.shard)
+        _check_reshard_size(("fsdp_plan",), plan.reshard_after_forward, self.shard)
         trained = False
         for name, sub in plan.sub_plans.items():
-            where = f"parallel.fsdp_plan.sub_plans.{name}"
+            where: FieldPath = ("fsdp_plan", "sub_plans", name)
             shard = sub.shard_size or self.shard
             if self.world % shard:
-                raise ValueError(
-                    f"{where}.shard_size: {shard} doesn't divide the {self.world} ranks (allowed: "
-                    f"{_divisors(self.world)})"
+                allowed = f"(allowed: {_divisors(self.world)})"
+                raise _size_error(
+                    *where, "shard_size", message=f"{shard} doesn't divide the {self.world} ranks {allowed}"
                 )
-            _check_reshard_size(f"{where}.reshard_after_forward", plan.reshard_for(name), shard)
+            _check_reshard_size(where, plan.reshard_for(name), shard)
             if sub.trainable:
                 trained = True
-                self.check_sequence_split(f"{where}.shard_size", shard)
+                self.check_sequence_split((*where, "shard_size"), shard)
         if not trained:
-            self.check_sequence_split("parallel.fully_shard_parallel_size", self.shard)
+            self.check_sequence_split(("fully_shard_parallel_size",), self.shard)
 
 
-def _check_reshard_size(field_name: str, reshard: bool | int, shard: int) -> None:
+def _size_error(*path: str | int, message: str) -> FieldError:
+    return FieldError(".".join(["parallel", *map(str, path)]), message, path=path)
+
+
+def _check_reshard_size(plan: FieldPath, reshard: bool | int, shard: int) -> None:
     if isinstance(reshard, bool):
         return
     if shard % reshard or reshard == shard:
         allowed = ", ".join(str(d) for d in range(2, shard) if shard % d == 0) or "none"
-        raise ValueError(
-            f"{field_name}: {reshard} must divide the {shard} ranks that share a copy, and be below {shard} "
-            f"(allowed: true, false, or {allowed})"
+        raise _size_error(
+            *plan,
+            "reshard_after_forward",
+            message=f"{reshard} must divide the {shard} ranks that share a copy, and be below {shard} "
+            f"(allowed: true, false, or {allowed})",
         )
 
 
@@ -128,10 +141,11 @@ def check_heads(heads: int, ulysses: int) -> None:
     """Refuse a Ulysses degree that doesn't divide the attention heads.
 
     Raises:
-        ValueError: with the degrees that do.
+        FieldError: with the degrees that do.
     """
     if heads % ulysses:
-        raise ValueError(
-            f"parallel.ulysses_parallel_size: {ulysses} doesn't divide the {heads} attention heads (allowed: "
-            f"{_divisors(heads)}); ring_attention_size has no such limit"
+        raise _size_error(
+            "ulysses_parallel_size",
+            message=f"{ulysses} doesn't divide the {heads} attention heads (allowed: {_divisors(heads)}); "
+            "ring_attention_size has no such limit",
         )

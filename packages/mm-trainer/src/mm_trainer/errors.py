@@ -7,6 +7,9 @@ TrainerError                 anything this package raises on purpose
 │   └── DataError            a data set that can't be used
 ├── BadSample                one sample that can't be used; replaced or fatal, as configured
 └── TrainingFault            the run itself went wrong (NaN loss, ranks that disagree)
+
+FieldError (a ValueError)    a field of a section or of a plugin's options; becomes a ConfigError with its line
+└── MissingField             a required one isn't there
 """
 
 from __future__ import annotations
@@ -37,6 +40,30 @@ class ConfigError(InputError):
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
         return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+
+
+class FieldError(ValueError):
+    """A field of a section, or of a plugin's ``Options``, is wrong; raise it in validators that look at several fields.
+
+    Args:
+        path: from the object that was checked to the field: names, and positions in lists.
+        message: what was expected and what was got, without the field's name.
+    """
+
+    def __init__(self, path: str | tuple[str | int, ...], message: str) -> None:
+        super().__init__(path, message)
+        self.path: tuple[str | int, ...] = (path,) if isinstance(path, str) else path
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.path))}: {self.message}"
+
+
+class MissingField(FieldError):
+    """A required field isn't there."""
+
+    def __init__(self, path: str | tuple[str | int, ...]) -> None:
+        super().__init__(path, "is required and missing")
 
 
 class PluginError(InputError):

@@ -163,7 +163,7 @@ def _open(
         )
         infos = dict(reading.source.tensors)
         _check_casts(infos, targets, found.path)
-        return reading.source, _Plan(reading.naming, reading.dropped, infos, _distinct(reading.source, wanted))
+        return reading.source, _Plan(str(reading.naming), reading.dropped, infos, _distinct(reading.source, wanted))
     except BaseException:
         tensors.close()
         raise

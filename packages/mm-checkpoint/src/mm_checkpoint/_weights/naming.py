@@ -35,17 +35,29 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Naming:
+    """A way to read a file's names: through a key map or as they are, below a prefix or from the start."""
+
+    key_map: str | None
+    prefix: str
+
+    def __str__(self) -> str:
+        names = "names as they are" if self.key_map is None else f"key map {self.key_map!r}"
+        return f"{names} under {self.prefix!r}" if self.prefix else names
+
+
+@dataclass(frozen=True)
 class Reading:
     """One way to read a file's names, and how well it fits.
 
     Attributes:
-        naming: in words.
+        naming: the way.
         source: the file's tensors in the module's names.
         missing, unexpected: what doesn't fit; ``unexpected`` also has the names that a key map doesn't cover.
         dropped: the file's names that the key map leaves out or the module recomputes.
     """
 
-    naming: str
+    naming: Naming
     source: TensorSource
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -80,8 +92,8 @@ def choose_reading(
     fitting = [reading for reading in readings if reading.fits]
     if problems and not fitting:
         raise problems[0]
-    if len({reading.naming.partition(" under ")[2] for reading in fitting}) > 1:
-        places = ", ".join(reading.naming for reading in fitting)
+    if len({reading.naming.prefix for reading in fitting}) > 1:
+        places = ", ".join(str(reading.naming) for reading in fitting)
         raise WeightMismatchError(f"{origin}: several sub-models fit: {places}; say which by its prefix")
     chosen = fitting[0] if fitting else max(readings, key=lambda r: (r.matched, -len(r.unexpected)))
     wrong = _wrong_shapes(chosen.source.tensors, wanted)
@@ -92,17 +104,15 @@ def choose_reading(
 
 def _candidates(
     source: TensorSource, *, form: str, key_map: KeyMap | None, prefix: str | None
-) -> Iterator[tuple[TensorSource, KeyMap | None, str]]:
-    """The tensors under a prefix, the map to read their names with, and both in words."""
+) -> Iterator[tuple[TensorSource, KeyMap | None, Naming]]:
+    """The tensors under a prefix, the map to read their names with, and what to call the two."""
     maps: list[KeyMap | None] = [None] if key_map is None else [None, key_map]
     if form == "diffusers":
         maps.reverse()
     for start in _prefixes(source.tensors, form) if prefix is None else [prefix]:
         inner = strip_prefix(source, start) if start else source
-        under = f" under {start!r}" if start else ""
         for candidate in maps:
-            naming = "names as they are" if candidate is None else f"key map {candidate.name!r}"
-            yield inner, candidate, naming + under
+            yield inner, candidate, Naming(None if candidate is None else candidate.name, start)
 
 
 def _prefixes(names: Collection[str], form: str) -> list[str]:
@@ -112,7 +122,7 @@ def _prefixes(names: Collection[str], form: str) -> list[str]:
     return ["", *([_STATE_SECTION] if inner else []), *(f"{_STATE_SECTION}{sub}." for sub in dict.fromkeys(inner))]
 
 
-def _read(source: TensorSource, wanted: Wanted, key_map: KeyMap | None, naming: str) -> Reading:
+def _read(source: TensorSource, wanted: Wanted, key_map: KeyMap | None, naming: Naming) -> Reading:
     stored = source.tensors
     uncovered: set[str] = set()
     native = source

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from mm_parallel.activations.activation_offload import ActivationOffload
 from mm_parallel.activations.forward_layers import Forward, Layer, add_layer
 from mm_parallel.config import ActivationOffloadPlan, CompilePlan, FeaturesConfig, RecomputePlan
+from mm_parallel.errors import FieldError, below
 from mm_parallel.patterns import match_callable_modules
 
 # Matrix products and attention: dear to compute, and small next to what surrounds them.
@@ -42,7 +43,7 @@ def apply_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
 
     Raises:
         PatternError: a pattern that matches nothing, or a list of modules.
-        ValueError: one feature for two nested modules; an unknown operator name; features applied twice.
+        FieldError: one feature for two nested modules; an unknown operator name; features applied twice.
     """
     matches = check_features(model, features)
     modules = {feature: list(_unique_modules(model, found).values()) for feature, found in matches.items()}
@@ -69,8 +70,9 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
     for feature, (is_on, plan) in plans.items():
         if is_on:
             what = f"features.{_SECTIONS[feature]}.apply_modules"
-            matches[feature] = match_callable_modules(model, plan.apply_modules, what=what)
-            _refuse_nested(list(_unique_modules(model, matches[feature])), what=what)
+            with below(_SECTIONS[feature], "apply_modules"):
+                matches[feature] = match_callable_modules(model, plan.apply_modules, what=what)
+                _refuse_nested(list(_unique_modules(model, matches[feature])), what=what)
     if features.recompute:
         _kept_ops(features.recompute_plan)
     return matches
@@ -89,7 +91,7 @@ def _refuse_nested(modules: Sequence[str], *, what: str) -> None:
     for outer in modules:
         for inner in modules:
             if inner.startswith(f"{outer}."):
-                raise ValueError(f"{what}: names both {outer!r} and {inner!r} inside it; name one of them")
+                raise FieldError(what, f"names both {outer!r} and {inner!r} inside it; name one of them")
 
 
 def _chosen(modules: list[nn.Module], plan: RecomputePlan) -> list[nn.Module]:
@@ -121,8 +123,10 @@ def _kept_ops(plan: RecomputePlan) -> set[Any] | None:
         try:
             packet = getattr(getattr(torch.ops, namespace), op)
         except (AttributeError, RuntimeError) as error:
-            raise ValueError(
-                f"features.recompute_plan.keep_ops: torch.ops has no {name!r}; write namespace.op, such as aten.mm"
+            raise FieldError(
+                "features.recompute_plan.keep_ops",
+                f"torch.ops has no {name!r}; write namespace.op, such as aten.mm",
+                path=("recompute_plan", "keep_ops"),
             ) from error
         ops.update(getattr(packet, overload) for overload in packet.overloads())
     return ops

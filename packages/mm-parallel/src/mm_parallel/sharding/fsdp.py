@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from mm_parallel.config import FSDPPlan
+from mm_parallel.errors import PlanError
 from mm_parallel.mesh import ParallelMesh
 from mm_parallel.sharding.buffer_guard import forbid_changing_buffers
 from mm_parallel.sharding.compute_dtype import Slot, cast_outputs, cast_parameters_in_forward
 from mm_parallel.sharding.report import ParallelReport, SubModelReport, UnitReport
-from mm_parallel.sharding.units import PlanError, SubModel, resolve_plan
+from mm_parallel.sharding.units import SubModel, resolve_plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
@@ -160,6 +161,7 @@ def _check_cpu_backend(name: str) -> None:
     backends = dist.get_backend_config()
     if "cpu:" not in backends:
         raise PlanError(
-            f"cpu_offload of {name or 'the model'}: the process group has no backend for CPU tensors ({backends}); "
-            "start it with the backend that mm_parallel.process_group_backend() returns"
+            f"cpu_offload of {name or 'the model'}",
+            f"the process group has no backend for CPU tensors ({backends}); "
+            "start it with the backend that mm_parallel.process_group_backend() returns",
         )

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from mm_parallel.config import FSDPPlan, SubPlan
-from mm_parallel.patterns import match_callable_modules, match_modules, nearest
+from mm_parallel.errors import FieldPath, PlanError, below
+from mm_parallel.patterns import match_callable_modules, match_modules
 
 _APPLY = "fsdp_plan.apply_modules"
 _IGNORED = "fsdp_plan.ignored_modules"
 _SUB_PLANS = "fsdp_plan.sub_plans"
-
-
-class PlanError(ValueError):
-    """A plan that contradicts itself or the model."""
 
 
 @dataclass
@@ -81,15 +78,19 @@ def resolve_plan(model: nn.Module, plan: FSDPPlan, sub_models: Mapping[str, nn.M
     """
     roots = {"": model} if sub_models is None else dict(sub_models)
     _check_names(model, roots, plan)
-    matches = match_callable_modules(model, plan.apply_modules, what=_APPLY)
-    ignored = match_modules(model, plan.ignored_modules, what=_IGNORED)
+    with below("apply_modules"):
+        matches = match_callable_modules(model, plan.apply_modules, what=_APPLY)
+    with below("ignored_modules"):
+        ignored = match_modules(model, plan.ignored_modules, what=_IGNORED)
     wanted = _modules(model, matches)
     plain = {m: p for outer, p in _modules(model, ignored).items() for m in outer.modules()}
     for module, pattern in wanted.items():
         if module in plain:
             raise PlanError(
-                f"{_APPLY}: {pattern!r} names {_name_of(model, module)!r}, which {_IGNORED}: {plain[module]!r} keeps "
-                "plain; a module is either a unit or ignored"
+                _APPLY,
+                f"{pattern!r} names {_name_of(model, module)!r}, which {_IGNORED}: {plain[module]!r} keeps plain; a "
+                "module is either a unit or ignored",
+                path=_place_of(pattern, plan),
             )
     notes: list[str] = []
     resolved = []
@@ -98,11 +99,10 @@ def resolve_plan(model: nn.Module, plan: FSDPPlan, sub_models: Mapping[str, nn.M
             tree = _Tree(name, root, wanted, plain)
             notes += tree.merge_shared_modules()
             resolved.append(SubModel(name, root, tree.units(), plan.sub_plans.get(name, SubPlan())))
-        elif name in plan.sub_plans:
-            raise PlanError(f"{_SUB_PLANS}.{name}: the sub-model is also in {_IGNORED}: {plain[root]!r}; choose one")
-    _check_all_inside_roots(model, wanted, roots.values())
+    _check_all_inside_roots(model, wanted, roots.values(), plan)
     for sub_model in resolved:
-        _check_sub_model(sub_model)
+        for unit in sub_model.units:
+            _check_unit(unit)
     _check_ownership(model, resolved)
     return ResolvedPlan(matches, ignored, resolved, notes)
 
@@ -197,57 +197,47 @@ def _name_of(model: nn.Module, module: nn.Module, prefix: str = "") -> str:
 def _check_names(model: nn.Module, roots: Mapping[str, nn.Module], plan: FSDPPlan) -> None:
     for name, root in roots.items():
         if model.get_submodule(name) is not root:
-            raise PlanError(f"sub-model {name!r} is not the model's own attribute of that name")
+            raise PlanError("", f"sub-model {name!r} is not the model's own attribute of that name")
         for other, inner in roots.items():
             if inner is not root and any(m is inner for m in root.modules()):
-                raise PlanError(f"sub-model {other!r} lies inside sub-model {name!r}; both can't be roots")
-    for name in plan.sub_plans:
-        if name not in roots or not name:
-            known = [n for n in roots if n]
-            near = nearest(name, known)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise PlanError(
-                f"{_SUB_PLANS}.{name}: there is no such sub-model (there are: {', '.join(known) or 'none'}){hint}"
-            )
+                raise PlanError("", f"sub-model {other!r} lies inside sub-model {name!r}; both can't be roots")
+    plan.check_sub_plans({name: _is_trained(root) for name, root in roots.items() if name})
 
 
-def _check_all_inside_roots(model: nn.Module, wanted: Mapping[nn.Module, str], roots: Iterable[nn.Module]) -> None:
+def _is_trained(root: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in root.parameters())
+
+
+def _place_of(pattern: str, plan: FSDPPlan) -> FieldPath:
+    return ("apply_modules", plan.apply_modules.index(pattern))
+
+
+def _check_all_inside_roots(
+    model: nn.Module, wanted: Mapping[nn.Module, str], roots: Iterable[nn.Module], plan: FSDPPlan
+) -> None:
     inside = {module for root in roots for module in root.modules()}
     for module, pattern in wanted.items():
         if module not in inside:
-            raise PlanError(f"{_APPLY}: {pattern!r} names {_name_of(model, module)!r}, which is in no sub-model")
-
-
-def _check_sub_model(sub_model: SubModel) -> None:
-    name, plan, trainable = sub_model.name, sub_model.plan, sub_model.trainable
-    if plan.trainable and not trainable:
-        raise PlanError(f"{_SUB_PLANS}.{name}: trainable: true, but every parameter of it is frozen")
-    if trainable and plan.shard_size is not None and not plan.trainable:
-        raise PlanError(
-            f"{_SUB_PLANS}.{name}: it has trainable parameters and a shard_size of its own, which means HSDP; "
-            "say trainable: true"
-        )
-    if trainable and not plan.enabled:
-        raise PlanError(
-            f"{_SUB_PLANS}.{name}: enabled: false, but it has trainable parameters, whose gradients nothing would "
-            "reduce; use shard_size: 1 with trainable: true"
-        )
-    for unit in sub_model.units:
-        _check_unit(unit)
+            raise PlanError(
+                _APPLY,
+                f"{pattern!r} names {_name_of(model, module)!r}, which is in no sub-model",
+                path=_place_of(pattern, plan),
+            )
 
 
 def _check_unit(unit: Unit) -> None:
     dtypes: dict[object, str] = {}
     for name, parameter in unit.parameters.items():
         if parameter.ndim == 0:
-            raise PlanError(f"{name}: a parameter without dimensions can't be sharded; give it the shape (1,)")
+            raise PlanError(name, "a parameter without dimensions can't be sharded; give it the shape (1,)")
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         shown = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
         raise PlanError(
-            f"unit {unit.name!r}: its trainable parameters have different dtypes ({shown}); "
-            "cast them to one (compute dtype is the plan's param_dtype, not theirs)"
+            f"unit {unit.name!r}",
+            f"its trainable parameters have different dtypes ({shown}); "
+            "cast them to one (compute dtype is the plan's param_dtype, not theirs)",
         )
 
 
@@ -257,11 +247,14 @@ def _check_ownership(model: nn.Module, sub_models: Iterable[SubModel]) -> None:
         for unit in sub_model.units:
             for name, parameter in unit.parameters.items():
                 if parameter in owner:
-                    raise PlanError(f"{name} is tied to {owner[parameter]}, in another sub-model: roots can't share")
+                    raise PlanError(
+                        "", f"{name} is tied to {owner[parameter]}, in another sub-model: roots can't share"
+                    )
                 owner[parameter] = name
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in owner:
             raise PlanError(
+                "",
                 f"{name} is trainable, but belongs to no unit (it is ignored, or outside every sub-model): its "
-                "gradients would not be reduced; freeze it or shard it"
+                "gradients would not be reduced; freeze it or shard it",
             )

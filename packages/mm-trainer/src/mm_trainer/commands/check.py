@@ -114,7 +114,7 @@ def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:
 
 def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     """Resolve every pattern of the configuration against the model's names."""
-    from mm_parallel import check_features, resolve_plan
+    from mm_parallel import FieldError, check_features, resolve_plan
     from mm_trainer.contracts import ModelContainer
     from mm_trainer.optim.optimizers import check_optimizer
 
@@ -122,23 +122,23 @@ def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     opted_out = isinstance(model, ModelContainer) and model.fully_shard()
     try:
         resolve_plan(model, config.parallel.fsdp_plan, built.sub_models if opted_out else None)
-    except ValueError as error:
-        raise from_value_error(config.document, error, ("parallel",)) from error
+    except FieldError as error:
+        raise from_value_error(config.document, error, ("parallel", "fsdp_plan")) from error
     try:
         check_features(model, config.features)
-    except ValueError as error:
+    except FieldError as error:
         raise from_value_error(config.document, error, ("features",)) from error
     check_optimizer(built.trainable, config.training)
 
 
 def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:
-    from mm_parallel import check_heads
+    from mm_parallel import FieldError, check_heads
 
     for model in built.sub_models.values():
         if isinstance(model, HasAttentionHeads):
             try:
                 check_heads(model.attention_heads, config.mesh.ulysses)
-            except ValueError as error:
+            except FieldError as error:
                 raise from_value_error(config.document, error, ("parallel",)) from error
 
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mm_parallel.config import SubPlan
+from mm_parallel.errors import FieldError, PlanError
 from mm_parallel.sizes import MeshSizes
 from mm_trainer.config.schema import ResolvedConfig, TrainerConfig
 from mm_trainer.config.sections.training import TrainingConfig
 from mm_trainer.config.yaml.diagnose import combine_errors, from_value_error, located
+from mm_trainer.config.yaml.document import dotted
 from mm_trainer.config.yaml.foreign import nearest
 from mm_trainer.errors import ConfigError
 
@@ -27,7 +28,7 @@ def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
         raise combine_errors([*broken, *_suspects(config)])
     try:
         mesh = MeshSizes.resolve(config.parallel, world_size)
-    except ValueError as error:
+    except FieldError as error:
         raise from_value_error(config.document, error, ("parallel",)) from error
     training = _settle_batch(config.training, mesh)
     if isinstance(training, ConfigError):
@@ -83,8 +84,7 @@ def _settle_batch(training: TrainingConfig, mesh: MeshSizes) -> TrainingConfig |
 
 
 def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigError]:
-    for name, plan in config.parallel.fsdp_plan.sub_plans.items():
-        yield from _sub_plan_rules(config, name, plan)
+    yield from _sub_plan_rules(config)
     if all(sub.freeze is True for sub in config.model.sub_models.values()):
         yield ConfigError("every sub-model is frozen, so there is nothing to train", key="model")
     if config.training.val_interval and config.data.val_dataset_param is None:
@@ -93,10 +93,7 @@ def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigErro
             key="training.val_interval",
         )
     if config.training.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        yield ConfigError(
-            "adamw_8bit needs torchao, which is not installed: pip install 'mm-trainer[torchao]', or take adamw",
-            key="training.optimizer",
-        )
+        yield torchao_missing("which is not installed")
     for tool in ("profile", "memory_profile"):
         window = getattr(config.tools, tool)
         absent = [rank for rank in window.ranks if rank >= world_size]
@@ -107,34 +104,25 @@ def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigErro
             )
 
 
-def _sub_plan_rules(config: TrainerConfig, name: str, plan: SubPlan) -> Iterator[ConfigError]:
-    key = f"parallel.fsdp_plan.sub_plans.{name}"
-    models = config.model.sub_models
+def torchao_missing(why: str) -> ConfigError:
+    """That an optimizer needs torchao: said here before a run, and by the optimizer if torchao turns out too old."""
+    return ConfigError(
+        f"adamw_8bit needs torchao, {why}: pip install 'mm-trainer[torchao]', or take adamw", key="training.optimizer"
+    )
+
+
+def _sub_plan_rules(config: TrainerConfig) -> Iterator[ConfigError]:
+    """The rules of mm-parallel, asked before anything is built: what is frozen as a whole isn't trained."""
+    plan, models = config.parallel.fsdp_plan, config.model.sub_models
     if config.model.models is None:
-        yield ConfigError("a single model has no sub-models; set the plan itself", key=key)
+        for name in plan.sub_plans:
+            key = f"parallel.fsdp_plan.sub_plans.{name}"
+            yield ConfigError("a single model has no sub-models; set the plan itself", key=key)
         return
-    if name not in models:
-        close = nearest(name, models)
-        hint = f"; did you mean {close}?" if close else ""
-        yield ConfigError(f"no such sub-model{hint} (model.models has: {', '.join(models)})", key=key)
-        return
-    frozen = models[name].freeze is True
-    if plan.enabled and name in config.parallel.fsdp_plan.ignored_modules:
-        yield ConfigError(
-            f"the sub-model has a plan of its own, but parallel.fsdp_plan.ignored_modules names {name} as well; "
-            "remove it there, or set enabled: false here",
-            key=key,
-        )
-    if frozen and plan.trainable:
-        yield ConfigError(f"trainable: true, but model.models.{name}.freeze is true", key=f"{key}.trainable")
-    if not frozen and plan.shard_size is not None and not plan.trainable:
-        yield ConfigError(
-            f"the sub-model is trained under a shard size of its own ({plan.shard_size}), which makes replicas that "
-            "reduce their gradients across each other; say so with trainable: true",
-            key=f"{key}.shard_size",
-        )
-    if not frozen and not plan.enabled:
-        yield ConfigError(
-            f"the sub-model is trained, so its gradients must be reduced; freeze model.models.{name} or remove this",
-            key=f"{key}.enabled",
-        )
+    try:
+        plan.check_sub_plans({name: sub.freeze is not True for name, sub in models.items()})
+    except PlanError as error:
+        for fault in (error, *error.also):
+            name = str(fault.path[1])
+            frozen = f" (model.models.{name}.freeze is true)" if name in models and models[name].freeze is True else ""
+            yield ConfigError(f"{fault.message}{frozen}", key=dotted(("parallel", "fsdp_plan", *fault.path)))

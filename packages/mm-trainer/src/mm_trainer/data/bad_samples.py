@@ -107,8 +107,8 @@ class BadSampleLog:
     ) -> None:
         self.size, self.data_size, self.known = size, data_size, known
         self.on_bad_sample, self.max_fraction = on_bad_sample, max_fraction
-        self.found: dict[int, str] = {}
-        """Sample number → what is wrong; a mix has several numbers for one sample."""
+        self.found: dict[int, tuple[str, str]] = {}
+        """Sample number → where the sample is, and what is wrong; a mix has several numbers for one sample."""
         self.read = 0
         """Samples that this rank has read, bad ones included."""
         self.replaced = 0
@@ -117,7 +117,7 @@ class BadSampleLog:
     @property
     def count(self) -> int:
         """Distinct bad samples."""
-        return self.known + len(set(self.found.values()))
+        return self.known + len({where for where, _ in self.found.values()})
 
     @property
     def share(self) -> float:
@@ -148,11 +148,10 @@ class BadSampleLog:
         self.read += len(loaded.bad) + len(met)
         for index, where, reason in met:
             if index not in self.found:
-                described = f"{where}: {reason}"
-                if described not in self.found.values():
-                    logger.warning("bad sample: %s", described)
-                self.found[index] = described
-        examples = [self.found[index] for index, _, _ in met]
+                if all(where != listed for listed, _ in self.found.values()):
+                    logger.warning("bad sample: %s: %s", where, reason)
+                self.found[index] = where, reason
+        examples = [f"{where}: {reason}" for _, where, reason in met]
         if met and self.on_bad_sample == "error":
             raise DataError(f"bad sample with on_bad_sample: error: {examples[0]}")
         if met:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mm_trainer.config import TrainingConfig
-from mm_trainer.errors import ConfigError, InputError
+from mm_trainer.config.resolving import torchao_missing
+from mm_trainer.errors import InputError
 from mm_trainer.optim.low_bit import BlockQuantizer, LowBitAdamW
 from mm_trainer.optim.muon import Muon
 from mm_trainer.optim.plan import OptimizerPlan
@@ -183,7 +184,4 @@ def _load_quantizer() -> BlockQuantizer:
     try:
         return BlockQuantizer()
     except ImportError as error:
-        raise ConfigError(
-            f"adamw_8bit needs torchao ({error}); pip install 'mm-trainer[torchao]', or take adamw",
-            key="training.optimizer",
-        ) from error
+        raise torchao_missing(f"which can't be used here ({error})") from error

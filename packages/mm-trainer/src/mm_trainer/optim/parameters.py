@@ -26,16 +26,17 @@ def match_parameters(names: Iterable[str], patterns: Sequence[str], *, key: str)
     """
     parts = {name: _parts(name) for name in names}
     matched: set[str] = set()
-    for pattern in patterns:
+    for position, pattern in enumerate(patterns):
+        place = f"{key}.{position}"
         try:
             expression = compile_pattern(pattern, what="pattern")
         except PatternError as error:
-            raise ConfigError(str(error), key=key) from error
+            raise ConfigError(str(error), key=place) from error
         found = {name for name, own in parts.items() if any(expression.fullmatch(part) for part in own)}
         if not found:
             close = get_close_matches(pattern, sorted({part for own in parts.values() for part in own}), n=3)
             hint = f"; nearest: {', '.join(close)}" if close else ""
-            raise ConfigError(f"pattern {pattern!r} matches no parameter{hint}", key=key)
+            raise ConfigError(f"pattern {pattern!r} matches no parameter{hint}", key=place)
         matched |= found
     return matched
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mm_trainer.config.sections.fields import LocalPath, OpenSection, Section
+from mm_trainer.errors import FieldError, MissingField
 
 
 class DatasetEntry(OpenSection):
@@ -37,8 +38,8 @@ class DatasetParam(DatasetEntry):
     def _check(self) -> Self:
         weightless = [i for i, entry in enumerate(self.datasets or ()) if entry.weight is None]
         if weightless and len(weightless) < len(self.datasets or ()):
-            raise ValueError(
-                f"datasets.{weightless[0]}: weight is missing; give it to all data sets of a mix or to none"
+            raise FieldError(
+                ("datasets", weightless[0]), "weight is missing; give it to all data sets of a mix or to none"
             )
         return self
 
@@ -75,8 +76,8 @@ class DataConfig(Section):
             if param is None or param.dataset_type is not None:
                 continue
             if param.datasets is None:
-                raise ValueError(f"{name}.dataset_type: is required and missing")
+                raise MissingField((name, "dataset_type"))
             for i, entry in enumerate(param.datasets):
                 if entry.dataset_type is None:
-                    raise ValueError(f"{name}.datasets.{i}.dataset_type: is required and missing")
+                    raise MissingField((name, "datasets", i, "dataset_type"))
         return self

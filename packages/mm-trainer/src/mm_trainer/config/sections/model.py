@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from mm_checkpoint.config import WeightSourceConfig
 from mm_trainer.config.sections.fields import OpenSection
+from mm_trainer.errors import FieldError
 
 
 class SubModelConfig(OpenSection):
@@ -80,14 +81,14 @@ class ModelConfig(SubModelConfig):
         if self.models is None:
             for name, value in self.extras.items():
                 if _holds_sub_models(value):
-                    raise ValueError(f"{name}: unknown key; sub-models stand under models")
+                    raise FieldError(name, "unknown key; sub-models stand under models")
             if self.pipeline is not None:
-                raise ValueError("pipeline: a single model has none; it computes its loss itself")
+                raise FieldError("pipeline", "a single model has none; it computes its loss itself")
             return self
         declared = SubModelConfig.model_fields
         own = [name for name in declared if name in SINGLE_MODEL_KEYS and getattr(self, name) != declared[name].default]
         if own:
-            raise ValueError(f"{own[0]}: belongs to one sub-model, under model.models.<name>, not to the container")
+            raise FieldError(own[0], "belongs to one sub-model, under model.models.<name>, not to the container")
         return self
 
     @property

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mm_trainer.config.sections.fields import LocalPath, Section
+from mm_trainer.errors import FieldError
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -120,26 +121,26 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.train_iters is not None and self.train_epochs is not None:
-            raise ValueError("train_epochs: train_iters is given as well; keep one of the two")
+            raise FieldError("train_epochs", "train_iters is given as well; keep one of the two")
         if self.train_iters is None and self.train_epochs is None:
-            raise ValueError("train_iters: how long to train is missing; give train_iters or train_epochs")
+            raise FieldError("train_iters", "how long to train is missing; give train_iters or train_epochs")
         if self.lr_warmup_iters is not None and self.lr_warmup_ratio:
-            raise ValueError("lr_warmup_iters: lr_warmup_ratio is given as well; keep one of the two")
+            raise FieldError("lr_warmup_iters", "lr_warmup_ratio is given as well; keep one of the two")
         if self.lr_min > self.lr:
-            raise ValueError(f"lr_min: expected at most lr = {self.lr}, got {self.lr_min}")
+            raise FieldError("lr_min", f"expected at most lr = {self.lr}, got {self.lr_min}")
         for name in ("muon_momentum", "muon_params"):
             if self.optimizer != "muon" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: only read by `optimizer: muon`, and it is {self.optimizer}")
+                raise FieldError(name, f"only read by `optimizer: muon`, and it is {self.optimizer}")
         if self.keep_last == 0 or self.keep_last < -1:
-            raise ValueError(f"keep_last: expected -1 (keep all) or at least 1, got {self.keep_last}")
+            raise FieldError("keep_last", f"expected -1 (keep all) or at least 1, got {self.keep_last}")
         if self.gradient_accumulation_steps == "auto" and self.global_batch_size is None:
-            raise ValueError("gradient_accumulation_steps: auto follows from global_batch_size, which is not given")
+            raise FieldError("gradient_accumulation_steps", "auto follows from global_batch_size, which is not given")
         if self.load not in (None, "auto") and self.init_from is not None:
-            raise ValueError("init_from: a warm start goes with no resume; remove it, or say `load: auto`")
+            raise FieldError("init_from", "a warm start goes with no resume; remove it, or say `load: auto`")
         if self.no_load_optim and self.load is None:
-            raise ValueError("no_load_optim: nothing is loaded; give `load`, or use init_from for a warm start")
+            raise FieldError("no_load_optim", "nothing is loaded; give `load`, or use init_from for a warm start")
         if len(set(self.val_quantiles)) != len(self.val_quantiles):
-            raise ValueError(f"val_quantiles: a value is given twice in {list(self.val_quantiles)}")
+            raise FieldError("val_quantiles", f"a value is given twice in {list(self.val_quantiles)}")
         return self
 
 
@@ -158,7 +159,7 @@ class WindowConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.end_step < self.start_step:
-            raise ValueError(f"end_step: expected at least start_step = {self.start_step}, got {self.end_step}")
+            raise FieldError("end_step", f"expected at least start_step = {self.start_step}, got {self.end_step}")
         return self
 
 

@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from mm_checkpoint.errors import FieldError as SourceFieldError
+from mm_parallel.errors import FieldError as PlanFieldError
 from mm_trainer.config.schema import section_keys
 from mm_trainer.config.sections.fields import EACH, keys_of
 from mm_trainer.config.yaml.document import Document, split_key
 from mm_trainer.config.yaml.foreign import nearest, unknown_key
 from mm_trainer.config.yaml.nodes import KeyPath, Node
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, FieldError, MissingField
 
 T = TypeVar("T")
 
-MISSING = "is required and missing"
-
 _SHOWN = 10
-_FIELD = re.compile(r"(?P<field>[a-z_][\w.<>-]*)\s?(?P<joint>:\s|×|=)")
 _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section of keys",
@@ -130,41 +129,24 @@ def combine_errors(errors: Sequence[ConfigError]) -> ConfigError:
     return ConfigError("\n".join([first.message, *listed]), key=first.key, file=first.file, line=first.line)
 
 
-def from_value_error(document: Document, error: Exception, at: KeyPath) -> ConfigError:
-    """An error of a section's own check, which names its field at the start of each line (``fsdp_plan.x: …``).
+def from_value_error(document: Document, error: ValueError, at: KeyPath) -> ConfigError:
+    """An error of a section's own check; one that knows its field is put there, any other to the section.
 
     Args:
-        at: path of the section; the field is looked for below it and from the root.
+        at: path of the object that was checked.
     """
-    return combine_errors([_from_line(document, line, at) for line in str(error).splitlines()])
+    if isinstance(error, PlanFieldError):
+        return combine_errors([_at_field(document, fault, at) for fault in (error, *error.also)])
+    if isinstance(error, FieldError | SourceFieldError):
+        return _at_field(document, error, at)
+    return document.error(str(error), at)
 
 
-def _from_line(document: Document, message: str, at: KeyPath) -> ConfigError:
-    match = _FIELD.match(message)
-    if match is None:
-        return document.error(message, at)
-    placeholder, _, field = match["field"].rpartition("<sub-model>")
-    if placeholder:  # a class that doesn't know the name under which it stands
-        rest = message[match.end() :] if not field else field.removeprefix(".") + message[match.end("field") :]
-        return _from_line(document, rest.strip(), at)
-    path = _find_field(document, match["field"].split("."), at)
-    if match["joint"].strip() == ":":
-        text = message[match.end() :].strip()
-    else:  # a formula, whose left-hand side is the field
-        text = match["field"].rpartition(".")[2] + message[match.end("field") :]
-    if text == MISSING:
+def _at_field(document: Document, fault: FieldError | PlanFieldError | SourceFieldError, at: KeyPath) -> ConfigError:
+    path = (*at, *fault.path)
+    if isinstance(fault, MissingField):
         return missing(document, path, ())
-    return document.error(text, _entry(document, path, text))
-
-
-def _entry(document: Document, path: KeyPath, text: str) -> KeyPath:
-    """KeyPath of the list's entry that ``text`` quotes, if ``path`` is a list and the text quotes one."""
-    found, node = document.at(path)
-    if found == path and isinstance(node.value, list):
-        for i, item in enumerate(node.value):
-            if isinstance(item.value, str) and repr(item.value) in text:
-                return (*path, i)
-    return path
+    return document.error(fault.message, path)
 
 
 def missing(document: Document, path: KeyPath, siblings: Collection[str]) -> ConfigError:
@@ -178,24 +160,15 @@ def missing(document: Document, path: KeyPath, siblings: Collection[str]) -> Con
     strangers = set(node.value or ()) - set(siblings) if isinstance(node.value, dict) else set()
     misspelt = nearest(str(name), strangers)
     if misspelt is None:
-        return document.error(MISSING, path)
+        return document.error(MissingField(path).message, path)
     return document.error(f"unknown key; did you mean {name}, which is required and missing?", (*parents, misspelt))
-
-
-def _find_field(document: Document, parts: list[str], at: KeyPath) -> KeyPath:
-    """The field's path, as deep as the document goes; ``parts`` may repeat the end of ``at``, or start at the root."""
-    candidates = [(*at, *parts[start:]) for start in range(len(parts))] + [tuple(parts)]
-    for candidate in candidates:
-        if document.at(candidate)[0] == candidate:
-            return candidate
-    return tuple(parts) if parts[0] in document.root.value else (*at, *parts)
 
 
 def _expected(detail: ErrorDetails) -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "literal_error":
-            return str(context["expected"]).replace(" or ", ", ").replace("'", "")
+            return ", ".join(_words(detail))
         case "greater_than":
             return f"a number above {context['gt']}"
         case "greater_than_equal":
@@ -235,13 +208,14 @@ def _hint(node: Node, details: list[ErrorDetails]) -> str:
         return "; remove the quotes" if node.quoted else f"; write {text.lstrip('0') or '0'}, without the leading zero"
     if "bool_type" in kinds and (match := _YAML_11_BOOL.fullmatch(text)):
         return f"; write {'false' if match['no'] else 'true'}"
-    allowed = [word.strip(" '") for d in details if d["type"] == "literal_error" for word in _words(d)]
+    allowed = [word for d in details if d["type"] == "literal_error" for word in _words(d)]
     close = nearest(text, allowed)
     return f"; did you mean {close}?" if close else ""
 
 
 def _words(detail: ErrorDetails) -> list[str]:
-    return str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")
+    """The values of a `Literal`, which pydantic hands over in quotes."""
+    return re.findall(r"'([^']*)'", detail["ctx"]["expected"])
 
 
 def located(document: Document, error: ConfigError) -> ConfigError:
@@ -251,4 +225,4 @@ def located(document: Document, error: ConfigError) -> ConfigError:
     key = error.key
     if "models" not in document.plain().get("model", {}):
         key = key.replace("model.models.model", "model", 1)  # a single model has the keys of a sub-model itself
-    return document.error(error.message, _entry(document, split_key(key), error.message))
+    return document.error(error.message, split_key(key))
