@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from numbers_close import FP32_BLOCK, assert_near
 from rank_training import PRELOAD, RECIPE
 from test_integration_training import settings
 from torch import Tensor
@@ -86,7 +86,13 @@ def write_metadata(workspace: Workspace, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel.ulysses_parallel_size": 2}], ids=["data", "context"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="data"),
+        pytest.param({"parallel.ulysses_parallel_size": 2}, id="context", marks=pytest.mark.numeric),
+    ],
+)
 def test_four_micro_batches_at_once_change_no_number_and_gather_a_quarter(
     run_ranks, workspace: Workspace, tmp_path: Path, layout: dict[str, int]
 ) -> None:
@@ -116,6 +122,6 @@ def test_four_micro_batches_at_once_change_no_number_and_gather_a_quarter(
         assert one.gathers == 4 * four.gathers == 3 * one.calls, "two blocks and the rest"
         assert one.features.keys() == four.features.keys()
         for key, (context, latents) in one.features.items():
-            assert torch.equal(four.features[key][0], context)
-            torch.testing.assert_close(four.features[key][1], latents, rtol=0, atol=1e-5)
-        assert four.losses == pytest.approx(one.losses, rel=1e-5)
+            assert_near(four.features[key][0], context, FP32_BLOCK, "text")
+            assert_near(four.features[key][1], latents, FP32_BLOCK, "latents")
+        assert four.losses == pytest.approx(one.losses, rel=FP32_BLOCK)

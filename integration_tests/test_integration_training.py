@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numbers_close import FP32_TRACE
 from rank_training import PRELOAD, read_checkpoint, trace, train_rank
 from workspace import Workspace
 
@@ -43,7 +44,7 @@ def test_the_loss_trace_is_the_same_on_any_layout(
     records = run_ranks(train_rank, ranks, workspace.environ, overrides, preload=PRELOAD)[0]
     assert len(reference_trace) == 20
     assert len(set(reference_trace)) > 10, "a constant trace would prove nothing"
-    np.testing.assert_allclose(trace(records), reference_trace, rtol=1e-4)
+    np.testing.assert_allclose(trace(records), reference_trace, rtol=FP32_TRACE)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # read_tensors means to

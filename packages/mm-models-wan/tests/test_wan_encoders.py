@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from numbers_close import FP32_BLOCK, FP32_OP, assert_near
 from wan_helpers import make_spec
 
 from mm_models_wan.modules.text_encoder import PromptTokenizer, UMT5TextEncoder, clean_prompt
@@ -45,6 +46,7 @@ def by_hand(folder: Path, video: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return (vae.encode(video).latent_dist.mode() - mean) / std, vae
 
 
+@pytest.mark.numeric
 def test_latents_are_normalised_by_the_vaes_own_statistics(tiny_wan: Path, ae: WanVideoVAE) -> None:
     """B080."""
     video = clips()
@@ -52,33 +54,36 @@ def test_latents_are_normalised_by_the_vaes_own_statistics(tiny_wan: Path, ae: W
     latents = ae(video)
     assert latents.dtype == torch.float32
     assert not latents.requires_grad
-    torch.testing.assert_close(latents, expected, rtol=0, atol=1e-5)
+    assert_near(latents, expected, FP32_BLOCK)
     assert 0.7 < latents.std().item() < 1.4
     assert latents.shape[1:] == ae.latent_shape(video.shape)
 
 
+@pytest.mark.numeric
 def test_statistics_in_the_config_take_effect(tiny_wan: Path, ae: WanVideoVAE) -> None:
     """B080."""
     config = {**ae.model.config, "latents_mean": [1.0] * 16, "latents_std": [2.0] * 16}
     changed = WanVideoVAE(config)
     changed.model.load_state_dict(ae.model.state_dict())
     raw = ae.model.encode(clips()).latent_dist.mode()
-    torch.testing.assert_close(changed(clips()), (raw - 1) / 2, rtol=0, atol=1e-6)
+    assert_near(changed(clips()), (raw - 1) / 2, FP32_OP)
 
 
+@pytest.mark.numeric
 def test_decoding_reverses_the_normalisation(tiny_wan: Path, ae: WanVideoVAE) -> None:
     latents, vae = by_hand(tiny_wan / "vae", clips())
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     with torch.no_grad():
         expected = vae.decode(latents * std + mean).sample
-    torch.testing.assert_close(ae.decode(latents), expected, rtol=0, atol=1e-5)
+    assert_near(ae.decode(latents), expected, FP32_BLOCK)
 
 
+@pytest.mark.numeric
 def test_noise_draws_from_the_posterior(ae: WanVideoVAE) -> None:
     noise = torch.randn(2, *ae.latent_shape(clips().shape), generator=torch.Generator().manual_seed(0))
     posterior = ae.model.encode(clips()).latent_dist
     std = torch.tensor(ae.model.config.latents_std).view(1, -1, 1, 1, 1)
-    torch.testing.assert_close(ae(clips(), noise) - ae(clips()), posterior.std * noise / std, rtol=1e-4, atol=1e-4)
+    assert_near(ae(clips(), noise), ae(clips()) + posterior.std * noise / std, FP32_BLOCK)
 
 
 @pytest.mark.parametrize("frames", [8, 10, 12])
@@ -99,12 +104,14 @@ def test_the_vaes_dtype_is_used(tiny_wan: Path, dtype: str) -> None:
     assert latents.dtype == torch.float32
 
 
+@pytest.mark.numeric
 def test_slicing_changes_nothing(tiny_wan: Path, ae: WanVideoVAE) -> None:
     sliced = WanVideoVAE.from_pretrained(make_spec("ae", "wan_video_vae", tiny_wan / "vae", options={"slicing": True}))
-    torch.testing.assert_close(sliced(clips()), ae(clips()), rtol=0, atol=1e-5)
+    assert_near(sliced(clips()), ae(clips()), FP32_BLOCK)
     assert sliced.model.use_slicing
 
 
+@pytest.mark.numeric
 def test_text_features_equal_transformers(tiny_wan: Path, encoder: UMT5TextEncoder, tokenizer: PromptTokenizer) -> None:
     """B077: 512 positions, exactly zero past the prompt's end, equal to the reference before it."""
     from transformers import UMT5EncoderModel
@@ -116,14 +123,15 @@ def test_text_features_equal_transformers(tiny_wan: Path, encoder: UMT5TextEncod
     features = encoder(**batch)
     assert features.shape == (1, 512, 32)
     assert not features[:, length:].any()
-    torch.testing.assert_close(features[:, :length], expected[:, :length], rtol=0, atol=1e-6)
+    assert_near(features[:, :length], expected[:, :length], FP32_BLOCK)
 
     junk = batch["prompt_ids"].masked_fill(batch["prompt_mask"] == 0, 17)
     assert torch.equal(encoder(junk, batch["prompt_mask"]), features)
 
 
+@pytest.mark.numeric
 def test_rows_are_zeroed_at_their_own_prompts_end(encoder: UMT5TextEncoder, tokenizer: PromptTokenizer) -> None:
-    """B078: any order of lengths; every row equals its own batch of one, bit for bit."""
+    """B078: any order of lengths; every row equals its own batch of one, to what another batch size rounds."""
     prompts = ["abcd", "a longer one", "", "the quick brown fox jumps over the lazy dog"]
     batch = tokenizer(prompts)
     batch["prompt_mask"][2] = 0  # no token at all, not even the end mark
@@ -131,7 +139,7 @@ def test_rows_are_zeroed_at_their_own_prompts_end(encoder: UMT5TextEncoder, toke
     assert torch.isfinite(features).all()
     for row in range(len(prompts)):
         alone = encoder(**{name: value[row : row + 1] for name, value in batch.items()})
-        assert torch.equal(features[row], alone[0])
+        assert_near(features[row], alone[0], FP32_BLOCK)
         assert not features[row, int(batch["prompt_mask"][row].sum()) :].any()
 
 

@@ -130,6 +130,7 @@ def run(container: Wan22Container, batch: dict[str, Any], only: str | None = Non
     return trained
 
 
+@pytest.mark.numeric
 def test_each_expert_equals_a_run_that_replays_its_steps(tiny_wan: Path) -> None:
     batch = make_batch(tiny_wan, 2)
     together = build_container(tiny_wan, BOTH, predictor="transformer")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from numbers_close import BF16_BLOCK
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from wan_helpers import model_inputs, model_pair
@@ -16,6 +17,8 @@ from mm_models_wan.modules.rope import RotaryTables, axis_dims
 from mm_models_wan.tiny import TRANSFORMER
 from mm_models_wan.weights.architecture import ARCHITECTURES, WanArchitecture
 from mm_parallel import KeyedInitializer
+
+pytestmark = pytest.mark.numeric
 
 GRID = (2, 3, 4)
 
@@ -29,7 +32,7 @@ def test_bf16_stays_near_fp32(residual_dtype: str) -> None:
     ours.residual_dtype = residual_dtype
     got = ours.to(torch.bfloat16)(latents, timestep, text)
     assert got.dtype == torch.float32
-    assert ((got - expected).norm() / expected.norm()).item() < 2e-2
+    assert ((got - expected).norm() / expected.norm()).item() < BF16_BLOCK
 
 
 def test_timesteps_reach_the_sinusoid_unrounded() -> None:

@@ -62,6 +62,7 @@ def test_vae_2_2_names(original: str, name: str) -> None:
     assert VAE_2_2_ORIGINAL.to_native(original) == name
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("shapes", "key_map"), [(VAE, VAE_2_1_ORIGINAL), (VAE_TI2V, VAE_2_2_ORIGINAL)])
 def test_a_vae_pth_gives_the_same_latents(tmp_path: Path, shapes: dict[str, Any], key_map: Any) -> None:
     reference = vae_with(shapes)
@@ -88,6 +89,7 @@ def test_umt5_names(tiny_wan: Path) -> None:
     assert {name: UMT5_ORIGINAL.to_native(name) for name in expected} == expected
 
 
+@pytest.mark.numeric
 def test_a_umt5_pth_gives_the_same_features(tiny_wan: Path, tmp_path: Path) -> None:
     folder = tiny_wan / "text_encoder"
     torch.save(to_original(load_file(folder / "model.safetensors"), UMT5_ORIGINAL), tmp_path / "t5.pth")

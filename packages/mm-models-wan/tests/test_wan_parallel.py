@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from numbers_close import FP32_BLOCK, FP32_GRADIENT, assert_near, gradient_scales
 from wan_helpers import build_container, make_batch, scramble
 
 from mm_models_wan.options import Wan22Options
@@ -24,11 +26,17 @@ from mm_parallel import (
     reset_frozen,
 )
 
+pytestmark = pytest.mark.numeric
+
 PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")
 TASKS = ("t2v", "i2v", "ti2v")
 STEPS = 2
 # 3 latent frames of 2×4 (t2v, i2v) or 1×2 (ti2v) tokens: 24 and 6, which 4 ranks don't divide.
 FRAMES = 9
+# Of 512 text positions all but a prompt's 7 or 19 are zero, and their keys equal. Weights that decide between keys get
+# what is left of sums over all of them, with the rounding of the whole sums.
+SHORT_TEXT = (512 / 7) ** 0.5
+TEXT_WEIGHTS = re.compile(r"\.(norm3|cross_attn\.(norm_)?[qk])\.")
 
 SUB_PLANS = {"text_encoder": SubPlan(shard_size=2), "predictor": SubPlan(shard_size=4, trainable=True)}
 LAYOUTS: dict[str, tuple[int, MeshSizes, Mapping[str, SubPlan], bool]] = {
@@ -118,9 +126,9 @@ def test_training_equals_one_rank(
     results = run_ranks(train_rank, LAYOUTS[layout][0], folders, layout, preload=PRELOAD)
     for task, expected in one_rank.items():
         for result in results:
-            assert result[task]["losses"] == pytest.approx(expected["losses"], rel=1e-5), task
-            assert result[task]["norms"] == pytest.approx(expected["norms"], rel=1e-4), task
-        largest = max(g.abs().max() for g in expected["gradients"].values())
+            assert result[task]["losses"] == pytest.approx(expected["losses"], rel=FP32_BLOCK), task
+            assert result[task]["norms"] == pytest.approx(expected["norms"], rel=FP32_GRADIENT), task
+        scales = gradient_scales(expected["gradients"])
         for name, gradient in expected["gradients"].items():
-            difference = (results[0][task]["gradients"][name] - gradient).abs().max()
-            assert difference <= 1e-4 * gradient.abs().max() + 1e-6 * largest, (task, name)
+            bound = FP32_GRADIENT * (SHORT_TEXT if TEXT_WEIGHTS.search(name) else 1)
+            assert_near(results[0][task]["gradients"][name], gradient, bound, (task, name), scales[name])

@@ -13,6 +13,8 @@ from mm_models_wan.schedule import WanSchedulerOptions, build_schedule, expert_r
 from mm_trainer.pipelines.schedule import GridSchedule, shift_sigma
 from mm_trainer.randomness import keyed_uniform
 
+pytestmark = pytest.mark.numeric
+
 GOLDEN_SIGMAS = {
     "wan": {
         0: 1.0,

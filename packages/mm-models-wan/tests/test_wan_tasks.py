@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from numbers_close import FP32_BLOCK, FP32_OP, assert_near
 from wan_helpers import SEED, build_container, make_batch, model_pair
 
 from mm_models_wan.container import Wan22Container
@@ -53,6 +54,7 @@ def reference_condition(pipe: Any, video: torch.Tensor, *, last: bool = False) -
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("options", [I2V, I2V_LAST], ids=["first", "first and last"])
 @torch.no_grad()
 def test_i2v_loss_equals_the_one_made_by_hand(tiny_i2v: Path, options: Wan22Options) -> None:
@@ -67,7 +69,7 @@ def test_i2v_loss_equals_the_one_made_by_hand(tiny_i2v: Path, options: Wan22Opti
     pipe = WanImageToVideoPipeline.from_pretrained(tiny_i2v)
     (condition,) = reference_condition(pipe, batch["video"], last=options.last_frame)
     assert condition.shape[1] == 20
-    torch.testing.assert_close(inputs.conditions["image"], condition, rtol=0, atol=1e-5)
+    assert_near(inputs.conditions["image"], condition, FP32_BLOCK)
 
     clean = reference_latents(pipe, batch["video"])
     noise = keyed_normal(SEED, "noise", batch["sample_key"], clean.shape[1:])
@@ -76,9 +78,10 @@ def test_i2v_loss_equals_the_one_made_by_hand(tiny_i2v: Path, options: Wan22Opti
     features = reference_features(pipe, batch)
     prediction = pipe.transformer_2(model_input, 1000 * inputs.sigma, features, return_dict=False)[0]
     losses = (prediction - (noise - clean)).square().flatten(1).mean(1) * inputs.weight
-    torch.testing.assert_close(output.loss, losses.mean(), rtol=1e-5, atol=0)
+    assert_near(output.loss, losses.mean(), FP32_BLOCK)
 
 
+@pytest.mark.numeric
 @torch.no_grad()
 def test_ti2v_loss_equals_the_one_made_by_hand(tiny_ti2v: Path) -> None:
     """B086, B087."""
@@ -101,10 +104,11 @@ def test_ti2v_loss_equals_the_one_made_by_hand(tiny_ti2v: Path) -> None:
     features = reference_features(pipe, batch)
     prediction = pipe.transformer(model_input, timestep, features, return_dict=False)[0]
     losses = (prediction - (noise - clean))[:, :, 1:].square().flatten(1).mean(1) * inputs.weight
-    torch.testing.assert_close(output.loss, losses.mean(), rtol=1e-5, atol=0)
+    assert_near(output.loss, losses.mean(), FP32_BLOCK)
     torch.testing.assert_close(inputs.timestep, timestep, rtol=0, atol=0)
 
 
+@pytest.mark.numeric
 @torch.no_grad()
 def test_ti2v_gives_the_first_frame_clean_and_leaves_it_out_of_the_loss(tiny_ti2v: Path) -> None:
     """B087: one noise tensor in input and target; a wrong prediction of the given frame costs nothing."""
@@ -113,9 +117,9 @@ def test_ti2v_gives_the_first_frame_clean_and_leaves_it_out_of_the_loss(tiny_ti2
     inputs = staged(container, batch)
     clean = inputs.conditions["latents"]
     alone = container.ae(batch["video"][:, :, :1])
-    torch.testing.assert_close(inputs.noised[:, :, :1], alone, rtol=0, atol=1e-6)
+    assert_near(inputs.noised[:, :, :1], alone, FP32_BLOCK)
     sigma = inputs.sigma.view(-1, 1, 1, 1, 1)
-    torch.testing.assert_close(inputs.noised[:, :, 1:], (clean + sigma * inputs.target)[:, :, 1:], rtol=0, atol=1e-5)
+    assert_near(inputs.noised[:, :, 1:], (clean + sigma * inputs.target)[:, :, 1:], FP32_OP)
     per_frame = inputs.timestep.view(2, 3, -1)
     assert not per_frame[:, 0].any()
     assert torch.equal(per_frame[:, 1:], (1000 * inputs.sigma).view(2, 1, 1).expand(-1, 2, per_frame.shape[2]))
@@ -127,6 +131,7 @@ def test_ti2v_gives_the_first_frame_clean_and_leaves_it_out_of_the_loss(tiny_ti2
     assert container.pipeline.compute_loss(prediction, inputs).loss > 0
 
 
+@pytest.mark.numeric
 @torch.no_grad()
 def test_i2v_gives_frame_zero_of_the_processed_clip(tiny_i2v: Path) -> None:
     container = build_container(tiny_i2v, I2V, task="i2v")
@@ -136,9 +141,10 @@ def test_i2v_gives_frame_zero_of_the_processed_clip(tiny_i2v: Path) -> None:
     assert mask[:, :, 0].min() == 1
     assert not mask[:, :, 1:].any()
     alone = container.ae(batch["video"][:, :, :1])
-    torch.testing.assert_close(latents[:, :, :1], alone, rtol=0, atol=1e-6)
+    assert_near(latents[:, :, :1], alone, FP32_BLOCK)
 
 
+@pytest.mark.numeric
 @torch.no_grad()
 def test_ti2v_weights_train_text_to_video_with_the_timestep_on_every_token(tiny_ti2v: Path) -> None:
     """B086: with task t2v no frame is given, and every token has the sample's timestep."""

@@ -154,8 +154,3 @@ def batch(*keys, tokens=24):
 def whole(tensor):
     """The full value of a sharded or plain tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def relative_error(value, reference, floor=1e-8):
-    """How often ‖Δ‖∞ exceeds what is allowed per unit: max |Δ| / max(max |reference|, floor / 1e-5)."""
-    return ((value - reference).abs().max() / max(reference.abs().max().item(), floor / 1e-5)).item()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from par_models import Denoiser, Encoder, Pipeline, batch, relative_error, whole
+from numbers_close import FP32_BLOCK, assert_gradients_near, assert_near
+from par_models import Denoiser, Encoder, Pipeline, batch, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -61,12 +62,6 @@ def reference_gradients(keys):
     return gradients(model.predictor)
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert relative_error(found[name], expected[name]) <= tolerance, name
-
-
 def local_bytes(module):
     return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in module.parameters())
 
@@ -91,6 +86,7 @@ def test_a_frozen_root_is_resharded_after_its_forward(run_ranks, reshard):
         assert abs(after - total / 2) <= 32  # 29 rows on 2 ranks
 
 
+@pytest.mark.numeric
 def test_a_frozen_sub_model_has_the_same_bits_under_a_plan_of_its_own(run_ranks):
     """Shard size 2 of 4: half of the bytes on each rank, outputs as under the global plan."""
     for same_bits, before, after, total in run_ranks(frozen_roots, 4, True, {"text_encoder": SubPlan(shard_size=2)}):
@@ -144,15 +140,17 @@ def one_step_each(rank, world):
     return [one_step(rank, world, MeshSizes(shard=world), options)[0] for options in SETTINGS]
 
 
+@pytest.mark.numeric
 def test_settings_that_change_no_number(run_ranks):
     """B041 and others: reshard, offload and prefetch settings leave loss and gradients alone."""
     expected = reference_gradients(range(4))
     for gradients_of_each in run_ranks(one_step_each, 4, timeout=240):
         for options, found in zip(SETTINGS, gradients_of_each, strict=True):
             print(options)
-            assert_close(found, expected)
+            assert_gradients_near(found, expected)
 
 
+@pytest.mark.numeric
 def test_shard_size_one_on_several_ranks_still_synchronises(run_ranks):
     """B038: replicas without shards train one model: identical bits, and the mean gradient's update."""
     model = build()
@@ -161,7 +159,7 @@ def test_shard_size_one_on_several_ranks_still_synchronises(run_ranks):
     first, second = run_ranks(one_step, 2, MeshSizes(replicate=2, shard=1), {})
     for a, b, parameter in zip(first[2], second[2], model.predictor.parameters(), strict=True):
         assert a.equal(b)
-        assert relative_error(a, parameter.detach()) <= 1e-5
+        assert_near(a, parameter.detach(), FP32_BLOCK)
 
 
 def hsdp_and_sub_plan(rank, world):
@@ -172,6 +170,7 @@ def hsdp_and_sub_plan(rank, world):
     ]
 
 
+@pytest.mark.numeric
 def test_replicas_keep_identical_bits_and_norms_count_every_element_once(run_ranks):
     """B035: HSDP 2 × 2 and a trainable sub-plan: the norm is equal on every rank and that of one process."""
     model = build()
@@ -184,7 +183,7 @@ def test_replicas_keep_identical_bits_and_norms_count_every_element_once(run_ran
             assert a.equal(b)  # rank r and r + 2 hold the same shard
         assert len(set(map(float, norms))) == 1
         assert type(norms[0]) is torch.Tensor
-        torch.testing.assert_close(norms[0], norm, rtol=1e-5, atol=0)
+        assert_near(norms[0], norm, FP32_BLOCK)
 
 
 class Table(nn.Module):
@@ -215,12 +214,13 @@ def tied_training(rank, world):
     return whole(model.table.weight.detach()), model.out.weight is model.table.weight
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_tied_table_whose_rows_do_not_divide(run_ranks, world):
     """B031: 7 rows on 2 and 3 ranks, 3 SGD steps: every row as in one process, and still tied."""
     expected, _ = tied_training(0, 1)
     for table, tied in run_ranks(tied_training, world):
-        torch.testing.assert_close(table, expected, rtol=1e-5, atol=1e-7)
+        assert_near(table, expected, FP32_BLOCK)
         assert tied
 
 
@@ -236,6 +236,7 @@ def tied_units(rank, world):
     return gradients(encoder), [unit.name for unit in report.units]
 
 
+@pytest.mark.numeric
 def test_tied_modules_named_as_units_of_their_own_still_run(run_ranks):
     """B030: on recent torch a tied tensor in two FSDP groups raises; here the tie moves to the common root."""
     torch.manual_seed(0)
@@ -243,7 +244,7 @@ def test_tied_modules_named_as_units_of_their_own_still_run(run_ranks):
     encoder(batch(0, 1)[2]).square().mean().backward()
     for found, names in run_ranks(tied_units, 2):
         assert names == ["", "blocks.0", "blocks.1"]
-        assert_close(found, gradients(encoder))
+        assert_gradients_near(found, gradients(encoder))
 
 
 def partly_frozen(rank, world):
@@ -266,11 +267,12 @@ def partly_frozen(rank, world):
     return found, frozen_bits, moved, keys == set(model.predictor.state_dict())
 
 
+@pytest.mark.numeric
 def test_frozen_and_trainable_parameters_share_a_unit(run_ranks):
     """B045: block 0 frozen, and all biases of block 1: it trains, frozen bits stay, every key stays."""
     expected = partly_frozen(0, 1)[0]
     for found, frozen_bits, moved, keys in run_ranks(partly_frozen, 2):
-        assert_close(found, expected)
+        assert_gradients_near(found, expected)
         assert (frozen_bits, moved, keys) == (True, True, True)
 
 
@@ -353,6 +355,7 @@ def cross_sub_model_prefetch(rank, world):
     return orders, found
 
 
+@pytest.mark.numeric
 def test_cross_sub_model_prefetch(run_ranks):
     """From the first step, into a sub-model under recompute: its gathers come first, and no second time."""
     expected = reference_gradients(range(2))
@@ -363,7 +366,7 @@ def test_cross_sub_model_prefetch(run_ranks):
         assert without[0] == ("pre_forward", "")
         assert len({sum(kind == "all_gather" for kind, _ in order) for order in orders}) == 1
         for one in found:
-            assert_close(one, expected)
+            assert_gradients_near(one, expected)
 
 
 def accumulation(rank, world, sizes, every_step):
@@ -393,14 +396,15 @@ def all_accumulations(rank, world):
     return [accumulation(rank, world, MeshSizes(*sizes), every_step) for sizes, every_step in REDUCTIONS]
 
 
+@pytest.mark.numeric
 def test_gradients_are_reduced_when_the_plan_says(run_ranks):
     """B037: a container of several roots, 4 micro-steps: reductions counted, gradients those of one big batch."""
     expected, afterwards = reference_gradients(range(16)), reference_gradients((0, 4, 8, 12))
     for outcomes in run_ranks(all_accumulations, 4, timeout=240):
         for counts, (found_counts, found, again) in zip(REDUCTIONS.values(), outcomes, strict=True):
             assert found_counts == counts
-            assert_close(found, expected)
-            assert_close(again, afterwards)
+            assert_gradients_near(found, expected)
+            assert_gradients_near(again, afterwards)
 
 
 def test_process_group_backends_include_one_for_cpu_tensors():

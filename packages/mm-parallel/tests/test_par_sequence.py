@@ -58,6 +58,7 @@ def test_an_empty_sequence_is_refused():
         ContextParallel.single().shard(0)
 
 
+@pytest.mark.numeric
 def test_one_rank_is_the_identity():
     x = torch.randn(2, 7, 3)
     shard = ContextParallel.single().shard(7, causal=True)
@@ -105,6 +106,7 @@ def round_trips(rank, world, sizes):
     return outcome
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (1, 4), (2, 2), (1, 3), (3, 1)])
 def test_split_then_gather_is_the_identity_and_so_is_its_mean_gradient(run_ranks, ulysses, ring):
     """B054: bit for bit, for lengths that divide and that don't, also where some ranks hold only padding."""

@@ -46,6 +46,7 @@ def test_condition_batching_encodes_equal_shapes_together_and_keeps_the_order() 
     assert [b["conditions"]["latents"].tolist() for b in out] == [[0, 0], [4, 4], [6, 6], [12, 12], [12, 12]]
 
 
+@pytest.mark.numeric
 def test_draws_depend_on_seed_stream_and_key_alone() -> None:
     keys = torch.tensor([7, 3, 7])
     noise = keyed_normal(1, "noise", keys, (2, 5))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from numbers_close import FP32_OP, FP32_TRACE, assert_near
 from optimizer_models import KINDS, Net, build, eager, run, set_gradients, snapshot, training
 from rank_training import read_checkpoint, trace, train_rank
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], *, excep
     for name, tensor in expected.items():
         parts = name.removeprefix("net.")
         if except_adamw and (parts in fused or parts.rsplit(".", 1)[0] in fused):
-            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)
+            assert_near(found[name], tensor, FP32_OP, name)
         else:
             assert torch.equal(found[name], tensor), name
 
@@ -54,6 +55,7 @@ def reference(kind: str, net: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", [k for k in EVERY if k != "adamw_sr"])
 def test_five_steps_equal_the_reference(kind: str) -> None:
     net, optimizer = build(kind)
@@ -79,6 +81,7 @@ def test_five_steps_equal_the_reference(kind: str) -> None:
             assert torch.equal(own[f"net.blocks.0.weight.{moment}_scale"].flatten(), state[moment].scale)
 
 
+@pytest.mark.numeric
 def test_stochastic_rounding_gives_a_neighbour_and_is_right_on_average() -> None:
     values = torch.tensor([1.0, 1 + 2**-9, -(1 + 3 * 2**-10), 3e-20, 7.0e20]).repeat_interleave(20_000)
     bits = random_bits(0, len(values), 123, torch.tensor(7.0))
@@ -132,6 +135,7 @@ def moved_by_small_updates(kind: str) -> float:
     return 1 - torch.cat([p.detach().float().flatten() for p in net.parameters()]).mean().item()
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", ["adamw_sr", pytest.param("adamw_8bit", marks=needs_torchao)])
 def test_small_updates_of_bf16_weights_count_on_average(kind: str) -> None:
     """A step is a fortieth of what bf16 resolves below 1; rounding to nearest loses every one."""
@@ -139,6 +143,7 @@ def test_small_updates_of_bf16_weights_count_on_average(kind: str) -> None:
     assert moved_by_small_updates(kind) == pytest.approx(20 * 1e-4, rel=0.05)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", EVERY)
 def test_groups_scale_learning_rate_and_leave_decay_out(kind: str) -> None:
     """With no gradient only weight decay moves a weight: by lr × scale × decay, or not at all."""
@@ -156,6 +161,7 @@ def test_groups_scale_learning_rate_and_leave_decay_out(kind: str) -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor, **tolerance)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", [pytest.param("adamw_8bit", marks=needs_torchao), "adamw_sr"])
 def test_the_size_of_the_pieces_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
@@ -201,6 +207,7 @@ def test_state_takes_the_bytes_that_the_readme_says(kind: str, bytes_per_weight:
 # --- a step that is left out --------------------------------------------------------------------------------------
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_bad_step_leaves_weights_and_state_alone(kind: str) -> None:
     """B111: also as the first step; what follows is as if it had not been."""
@@ -246,6 +253,7 @@ def five_steps(rank: int, world_size: int, kind: str, sizes: tuple[int, ...]) ->
     return snapshot(net, optimizer)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=["two", "two-by-two"])
 def test_any_layout_gives_the_bits_of_one_process(run_ranks, kind: str, sizes: tuple[int, ...]) -> None:
@@ -333,8 +341,9 @@ def test_a_run_that_is_resumed_is_the_same_run(run_ranks, kind: str, tmp_path: P
     assert_equal(found, expected)
 
 
+@pytest.mark.numeric
 def test_a_run_with_muon_is_the_same_on_one_rank_and_on_two(run_ranks, tmp_path: Path) -> None:
-    """Gradients differ by rounding here, which orthogonalising in bf16 enlarges; the trace stays within rtol 1e-4."""
+    """Gradients differ by rounding here, which orthogonalising in bf16 enlarges; the loss is fp32's all the same."""
     config = tmp_path / "config.yaml"
     config.write_text(RUN.format(save=tmp_path / "run"), encoding="utf-8")
     same = ["training.global_batch_size=4", "training.gradient_accumulation_steps=auto", "training.train_iters=8"]
@@ -344,4 +353,4 @@ def test_a_run_with_muon_is_the_same_on_one_rank_and_on_two(run_ranks, tmp_path:
         for ranks in (1, 2)
     ]
     assert traces[0][-1] < 0.9 * traces[0][0]
-    torch.testing.assert_close(torch.tensor(traces[1]), torch.tensor(traces[0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(traces[1]), torch.tensor(traces[0]), rtol=FP32_TRACE, atol=0)

@@ -78,6 +78,7 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(run_ranks, config: str,
             assert torch.equal(state[name.replace("model.", "ema.", 1)], tensor), "the average begins at these weights"
 
 
+@pytest.mark.numeric
 def test_an_average_may_begin_at_a_resume(run_ranks, config: str) -> None:
     run_ranks(train_rank, 2, {}, ["training.train_iters=4"], config)
     run = Path(config).parent / "run"

@@ -9,6 +9,8 @@ import torch
 
 from mm_trainer.pipelines.schedule import ContinuousSchedule, GridSchedule, shift_sigma
 
+pytestmark = pytest.mark.numeric
+
 U = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
 
 
