@@ -51,7 +51,7 @@ WINGS: dict[str, list[set[str]]] = {
         {"weights", "options"},
         {"modules"},
         {"noise"},
-        {"pipeline", "sampling"},
+        {"pipeline", "sampling", "vace"},
         {"container", "tiny"},
         {"recipes"},
         {"__init__"},

@@ -71,6 +71,22 @@ def test_no_model_is_named_outside_its_own_package(package: str) -> None:
             assert not MODEL_NAMES.search(line), f"{path.relative_to(ROOT)}:{number} names a model: {line.strip()}"
 
 
+# What only some model families have, whatever their names are: experts of a noise range, image-to-video tasks, their
+# conditioning. ("Expert-parallel" is a layout of ranks.)
+MODEL_CONCEPTS = re.compile(
+    r"(?<![a-z])(vace|t2v|i2v|ti2v|(high|low)[-_ ]noise|guidance_(low|high|2)|transformer_2|experts?(?!-parallel))"
+    r"(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("package", ["mm_checkpoint", "mm_parallel", "mm_trainer"])
+def test_no_model_familys_concept_is_known_outside_its_own_package(package: str) -> None:
+    for path in sources(package):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not MODEL_CONCEPTS.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_direct_import_is_a_declared_dependency(package: str) -> None:
     known = set(declared(package))

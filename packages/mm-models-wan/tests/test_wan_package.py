@@ -13,7 +13,7 @@ import pytest
 
 import mm_models_wan
 from mm_checkpoint import KeyMap
-from mm_trainer.contracts import BaseModel, GenerativePipeline, ModelContainer
+from mm_trainer.contracts import BaseModel, ClipProcessor, GenerativePipeline, ModelContainer
 
 
 def test_public_names() -> None:
@@ -58,7 +58,14 @@ def test_entry_points_lead_to_what_they_say() -> None:
         "mm_trainer.pipelines": GenerativePipeline,
     }
     declared = declared_entry_points()
-    assert declared.keys() == {*kinds, "mm_trainer.recipes", "mm_checkpoint.key_maps"}
+    assert declared.keys() == {
+        *kinds,
+        "mm_trainer.recipes",
+        "mm_trainer.clip_processors",
+        "mm_checkpoint.key_maps",
+    }
+    for name, value in declared["mm_trainer.clip_processors"].items():
+        assert isinstance(EntryPoint(name, value, "mm_trainer.clip_processors").load()(), ClipProcessor), name
     for group, kind in kinds.items():
         for name, value in declared[group].items():
             assert issubclass(EntryPoint(name, value, group).load(), kind), name

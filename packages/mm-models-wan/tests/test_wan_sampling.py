@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_models_wan.sampling import RELEASED_SETTINGS, SampleRequest, WanSampler
+from mm_models_wan.sampling import RELEASED_SETTINGS, SampleRequest, WanSampler, WanSamplerOptions
+from mm_trainer.commands.sample import describe_options, parse_options
 from mm_trainer.errors import InputError
 
 SIZE = {"height": 32, "width": 64, "frames": 5, "steps": 3}
@@ -98,3 +99,37 @@ def test_images_that_do_not_fit_the_model_are_refused(tiny_wan: Path, tiny_i2v: 
 def test_sizes_that_the_model_cannot_make_are_refused(tiny_wan: Path, size: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         WanSampler(tiny_wan, dtype="fp32")(SampleRequest("a cat", **{**SIZE, **size}))
+
+
+class Stopped(Exception):
+    """The pipeline was called; nothing need be computed."""
+
+
+def test_the_low_noise_expert_has_a_guidance_of_its_own(tiny_wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option reaches diffusers' pipeline, and without it the released setting does."""
+    for options, expected in ((WanSamplerOptions(guidance_low=1.5), 1.5), (WanSamplerOptions(), 3.0)):
+        sampler, seen = WanSampler(tiny_wan, dtype="fp32", options=options), {}
+
+        def record(self: Any, seen: dict[str, Any] = seen, **arguments: Any) -> None:
+            seen.update(arguments)
+            raise Stopped
+
+        monkeypatch.setattr(type(sampler._text), "__call__", record)
+        with pytest.raises(Stopped):
+            sampler(SampleRequest("a cat", **SIZE))
+        assert (seen["guidance_scale"], seen["guidance_scale_2"]) == (4.0, expected)
+
+
+def test_options_are_listed_and_parsed_before_any_weights_are_read() -> None:
+    assert describe_options(WanSampler) == [
+        "--option guidance_low=VALUE  Guidance of the low-noise expert, where there are two; default: the released "
+        "model's."
+    ]
+    assert parse_options(WanSampler, ["guidance_low=2"]) == WanSamplerOptions(guidance_low=2.0)
+    for pair, said in (
+        ("guidance_low", "expected KEY=VALUE"),
+        ("guidance_lwo=1", "no such option; did you mean guidance_low"),
+        ("guidance_low=high", "--option guidance_low: Input should be a valid number"),
+    ):
+        with pytest.raises(InputError, match=said):
+            parse_options(WanSampler, [pair])

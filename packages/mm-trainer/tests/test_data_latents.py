@@ -25,9 +25,9 @@ def write_pair(
         save_file({kind: torch.rand(shape)}, path)
 
 
-def open_set(folder: Path, channels: int | None = None, **options: object) -> LatentsDataset:
+def open_set(folder: Path, **options: object) -> LatentsDataset:
     config = {"data_path": folder / "latents", "text_folder": folder / "text", **options}
-    return LatentsDataset(config, DatasetContext(InputSpec(channels=channels), None, 0))
+    return LatentsDataset(config, DatasetContext(InputSpec(), None, 0))
 
 
 def test_pairs_become_conditions(tmp_path: Path) -> None:
@@ -47,8 +47,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="folder not found: /"):
         open_set(tmp_path)
     write_pair(tmp_path, "a")
-    with pytest.raises(DataError, match="latents have 16 channels, the model takes 48"):
-        open_set(tmp_path, channels=48)
     with pytest.raises(DataError, match="no tensor 'x'; it holds latents"):
         open_set(tmp_path, latents_key="x")
     write_pair(tmp_path, "b", latents=(16, 2, 6))

@@ -100,7 +100,7 @@ def test_list_of_annotation_files(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     write(tmp_path / "one.json", json.dumps([{"path": "a.mp4", "cap": "x", "mask": "m.png", "source": "/abs/s.mp4"}]))
     write(tmp_path / "two.json", json.dumps([{"path": "b.mp4", "cap": "y", "fps": 8}]))
-    table = read_table(write(tmp_path / "data.txt", "one,one.json\n\nelse/where,two.json\n"))
+    table = read_table(write(tmp_path / "data.txt", "one,one.json\n\nelse/where,two.json\n"), paths=["mask", "source"])
     assert [table.media(0), table.media(1)] == [f"{tmp_path}/one/a.mp4", f"{tmp_path}/else/where/b.mp4"]
     assert table.paths("mask", 0) == [f"{tmp_path}/one/m.png"]
     assert table.paths("mask", 1) == []

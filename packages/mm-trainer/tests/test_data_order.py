@@ -168,9 +168,8 @@ def test_ranks_wait_little_for_one_another(ranks: int, accumulation: int) -> Non
 def test_repeats_are_said(caplog: pytest.LogCaptureFixture) -> None:
     """B076"""
     with caplog.at_level("INFO"):
-        loader = BatchLoader(NumberDataset([0] * 3), micro_batch_size=2, data_size=2)
+        BatchLoader(NumberDataset([0] * 3), micro_batch_size=2, data_size=2)
     assert "1 of 4 samples of an epoch are repeats" in caplog.text
-    assert loader.counts() == {"bad_samples": 0, "bad_replaced": 0, "repeats_per_epoch": 1}
 
 
 def test_fixed_batches_cover_every_sample_and_quantile_once() -> None:

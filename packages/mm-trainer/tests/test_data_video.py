@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import json
 import logging
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,15 @@ import torch
 from data_clips import context, paint, read_numbers, write_audio, write_clip
 from PIL import Image
 
+from mm_trainer.contracts.clips import ClipFiles
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.batch import to_pixels
 from mm_trainer.data.loader import BatchLoader, WorkerOptions, fixed_batches
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.video.dataset import VideoDataset
 from mm_trainer.data.video.reader import probe
-from mm_trainer.errors import BadSample, DataError
+from mm_trainer.errors import BadSample, DataError, PluginError
+from mm_trainer.registry import register_clip_processor
 
 
 def write_csv(folder: Path, rows: list[dict[str, Any]], name: str = "metadata.csv") -> Path:
@@ -232,32 +235,60 @@ def test_mixes_give_every_set_its_share(tmp_path: Path) -> None:
     assert plain.report.rows == 8
 
 
-def test_vace_entries_share_one_view(tmp_path: Path) -> None:
-    from PIL import Image
+class Neighbour:
+    """A clip processor as a plugin brings it: a second clip of the row, and how many pictures there are."""
 
+    columns = ("depth", "pictures")
+
+    def group(self, counts: Mapping[str, int]) -> int:
+        return counts["pictures"]
+
+    def process(self, video: torch.Tensor, files: ClipFiles) -> dict[str, torch.Tensor]:
+        return {
+            "depth": files.read("depth", files.paths("depth")[0]),
+            "pictures": torch.stack([files.read_whole("pictures", path) for path in files.paths("pictures")]),
+        }
+
+
+register_clip_processor("data_neighbour")(Neighbour)
+register_clip_processor("data_no_processor")(dict)
+
+
+def test_a_processor_reads_its_own_columns_through_the_clips_view(tmp_path: Path) -> None:
     write_clip(tmp_path / "a.mp4", frames=20, height=64, width=128)
-    white_right = np.zeros((64, 128), dtype=np.uint8)
-    white_right[:, 64:] = 255
-    Image.fromarray(white_right).save(tmp_path / "mask.png")
-    Image.fromarray(paint(255, 20, 60)).save(tmp_path / "ref.png")
-    write_clip(tmp_path / "depth.mp4", images=[paint(n + 100, 32, 64) for n in range(20)], height=32, width=64)
+    write_clip(tmp_path / "b.mp4", images=[paint(n + 100, 32, 64) for n in range(20)], height=32, width=64)
+    for name in ("p.png", "q.png"):
+        Image.fromarray(paint(255, 20, 60)).save(tmp_path / name)
+    path = tmp_path / "m.jsonl"
     rows = [
-        {"video": "a.mp4", "prompt": "", "mask": "mask.png", "source": "", "reference": "ref.png"},
-        {"video": "a.mp4", "prompt": "", "mask": "", "source": "depth.mp4", "reference": ""},
+        {"video": "a.mp4", "prompt": "", "depth": "b.mp4", "pictures": ["p.png", "q.png"]},
+        {"video": "a.mp4", "prompt": "", "depth": "b.mp4", "pictures": "p.png"},
     ]
-    data = open_set(tmp_path, rows, buckets=[[48, 96]], processor="vace", clip_start="random")
-    first, second = data.load(0, 5), data.load(1, 5)
-    assert first["video"].shape == first["source_video"].shape == (3, 5, 48, 96)
-    assert first["mask"].shape == (1, 5, 48, 96)
-    assert first["mask"].unique().tolist() == [0.0, 1.0]
-    assert first["source_video"][..., 50:].abs().max() == 0
-    assert torch.equal(first["source_video"][..., :44], to_pixels(first["video"])[..., :44])
-    assert first["reference_images"].shape == (1, 3, 48, 96)
-    assert first["reference_images"][0, :, 0].min() == 1.0
-    assert second["mask"].min() == 1.0
-    assert [n - 100 for n in read_numbers(second["source_video"])] == read_numbers(second["video"])
-    assert second["reference_images"].shape == (0, 3, 48, 96)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = {"data_path": path, "num_frames": 5, "buckets": [[48, 96]], "clip_start": "random", "flip": 1.0}
+    data = VideoDataset(options | {"processor": "data_neighbour"}, context())
+    sample = data.load(0, 5)
+    assert [n - 100 for n in read_numbers(sample["depth"].flip(-1))] == read_numbers(sample["video"].flip(-1))
+    assert sample["pictures"].shape == (2, 3, 48, 96)
+    assert sample["pictures"][0, :, 0].min() == 255
     assert data.bucket(0) != data.bucket(1)
+    before = data.fingerprint(1)
+    Image.fromarray(paint(3, 20, 60)).save(tmp_path / "p.png")
+    assert data.fingerprint(1) != before, "what a processor reads is part of what a sample is made from"
+    assert "depth" not in VideoDataset(options, context()).load(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("data_neighbor", "no 'data_neighbor' in the group mm_trainer.clip_processors; did you mean 'data_neighbour'"),
+        ("data_no_processor", "is no ClipProcessor"),
+    ],
+)
+def test_a_processor_that_is_none_is_refused_before_the_data_is_opened(name: str, said: str) -> None:
+    params = {"data_path": "nowhere", "num_frames": 5, "buckets": [[48, 96]], "processor": name, "tokenizer": "x"}
+    with pytest.raises(PluginError, match=said):
+        VideoDataset.check_input_spec(params, InputSpec())
 
 
 def real_clips() -> list[Path]:

@@ -421,3 +421,12 @@ def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_key_that_went_is_dropped_or_explained(tmp_path: Path) -> None:
+    """Resolved configurations of earlier versions state it with its only value."""
+    text = SINGLE + "  save_format: dcp\n"
+    assert "save_format" not in dump_resolved(resolve(load(tmp_path, text), 1))
+    error = fails(tmp_path, text.replace("dcp", "hf"))
+    assert (error.key, error.line) == ("training.save_format", line_of(text, "save_format"))
+    assert "checkpoints are always DCP; other forms come from `mm-checkpoint export`" in error.message

@@ -185,7 +185,6 @@ VALUES = [
     ("training.save_interval", "-5"),
     ("training.keep_last", "0"),
     ("training.keep_last", "-2"),
-    ("training.save_format", "hf"),
     ("training.no_load_optim", "true"),
     ("training.nan_policy", "hope"),
     ("training.grace_time_s", "0"),

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, run_cli, write
 from optimizer_models import build, run
+from pydantic import Field
+from torch import nn
 
 from mm_trainer.commands.check import check
-from mm_trainer.config import load_config, resolve
+from mm_trainer.config import TrainingConfig, load_config, resolve
+from mm_trainer.contracts import OptimizerRequest, Options
 from mm_trainer.errors import ConfigError, InputError
+from mm_trainer.optim.optimizers import build_optimizers, check_optimizer
+from mm_trainer.registry import register_optimizer
+
+
+def training(**changes: Any) -> TrainingConfig:
+    return TrainingConfig(train_iters=1, **{"optimizer": "adamw", **changes})
 
 
 def test_another_optimizer_s_state_is_refused() -> None:
@@ -83,3 +94,63 @@ def test_what_doesn_t_fit_is_refused_with_its_key(tmp_path: Path, overrides: lis
     error = refused(tmp_path, SINGLE, *overrides)
     assert error.key == key
     assert said in str(error)
+
+
+class Descent(torch.optim.Optimizer):
+    """An optimizer as a plugin brings it: it keeps nothing between steps."""
+
+    found_inf: torch.Tensor | None = None
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                change = parameter.grad + group["weight_decay"] * parameter
+                parameter.sub_(group["lr"] * change * (1 - self.found_inf))
+
+
+@register_optimizer("cfg_sgd")
+class SgdFactory:
+    class Options(Options):
+        factor: float = Field(default=1.0, gt=0)
+
+    def check(self, request: OptimizerRequest) -> None:
+        if request.settings.lr > 10:
+            raise ConfigError("this is no learning rate", key="training.lr")
+
+    def build(self, prefix: str, request: OptimizerRequest) -> list[Descent]:
+        factor = request.options.model_dump()["factor"]
+        groups = request.groups(request.parameters[prefix])
+        return [Descent([{**group, "lr_scale": group["lr_scale"] * factor} for group in groups], {"lr": 0.0})]
+
+
+def test_an_optimizer_from_elsewhere_updates_by_its_own_rule() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before, config = model.weight.detach().clone(), training(optimizer="cfg_sgd", optimizer_options={"factor": 0.5})
+    (optimizer,) = build_optimizers({"net": model}, config).values()
+    model.weight.grad = torch.full((2, 2), 3.0)
+    optimizer.step(0.1, torch.zeros(()))
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.05 * config.weight_decay) - 0.05 * 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "said"),
+    [
+        ({"optimizer_options": {"factor": -1}}, "training.optimizer_options.factor", "greater than 0"),
+        ({"optimizer_options": {"faktor": 1}}, "training.optimizer_options.faktor", "not permitted"),
+        ({"lr": 11.0}, "training.lr", "no learning rate"),
+    ],
+)
+def test_its_own_rules_are_asked_before_a_run(changes: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_optimizer({"": nn.Linear(2, 2)}, training(**{"optimizer": "cfg_sgd", **changes}))
+    assert caught.value.key == key
+
+
+def test_the_built_in_optimizers_have_no_options() -> None:
+    with pytest.raises(ConfigError, match="not permitted") as caught:
+        check_optimizer({"": nn.Linear(2, 2)}, training(optimizer_options={"amsgrad": True}))
+    assert caught.value.key == "training.optimizer_options.amsgrad"

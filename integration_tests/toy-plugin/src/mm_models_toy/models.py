@@ -27,7 +27,7 @@ class ToyAutoencoder(BaseModel):
         return cls()
 
     def input_spec(self) -> InputSpec:
-        return InputSpec(spatial_multiple=2, channels=3)
+        return InputSpec(spatial_multiple=2)
 
     def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
         """Nothing to initialise."""
@@ -104,7 +104,7 @@ class ToyPredictor(BaseModel):
         return cls(shapes["width"], shapes["heads"], shapes["layers"])
 
     def input_spec(self) -> InputSpec:
-        return InputSpec(channels=LATENT_CHANNELS)
+        return InputSpec()
 
     def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
         for name, parameter in self.named_parameters():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from mm_models_wan.options import PREDICTORS, TASKS, Wan22Options
+from mm_models_wan.sampling import WanSampler
 from mm_models_wan.weights.release import expert_of
-from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec, Sampler
+from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec
 from mm_trainer.contracts import Options as BaseOptions
 from mm_trainer.errors import ConfigError
 
@@ -29,6 +29,7 @@ class Wan22Container(ModelContainer):
     Options = Wan22Options
     checkpoint_submodels: tuple[str, ...] = ("predictor",)
     pipeline_id: ClassVar[str | None] = "wan2_2"
+    sampler = WanSampler
     condition_options: ClassVar[tuple[str, ...] | None] = ("last_frame",)
 
     def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
@@ -61,13 +62,6 @@ class Wan22Container(ModelContainer):
                 f"unknown: {', '.join(unknown) or 'none'}",
                 key="model.models",
             )
-
-    @classmethod
-    def open_sampler(cls, folder: Path, *, dtype: str, device: str) -> Sampler:
-        """Clips by diffusers' own pipelines, see `WanSampler`."""
-        from mm_models_wan.sampling import WanSampler  # imports diffusers' pipelines
-
-        return WanSampler(folder, dtype=dtype, device=device)
 
     def input_spec(self) -> InputSpec:
         """As one chain: the experts stand beside each other, so only the first of them is part of it."""

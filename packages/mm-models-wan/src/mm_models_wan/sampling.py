@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_trainer.contracts import DTYPES, SampleRequest
+from mm_trainer.contracts import DTYPES, Options, Sampler, SampleRequest
 from mm_trainer.errors import InputError
 
 
@@ -38,7 +38,14 @@ RELEASED_SETTINGS = {
 }
 
 
-class WanSampler:
+class WanSamplerOptions(Options):
+    """What `mm-trainer sample --option` may set beyond what every model knows."""
+
+    guidance_low: float | None = None
+    """Guidance of the low-noise expert, where there are two; default: the released model's."""
+
+
+class WanSampler(Sampler[WanSamplerOptions]):
     """Samples a diffusers pipeline folder, with some transformers taken from elsewhere.
 
     Args:
@@ -47,7 +54,10 @@ class WanSampler:
         transformer_2: likewise, the low-noise expert.
         dtype: of transformers and text encoder; the VAE is float32.
         device: where to compute.
+        options: see `WanSamplerOptions`.
     """
+
+    Options = WanSamplerOptions
 
     def __init__(
         self,
@@ -57,10 +67,11 @@ class WanSampler:
         transformer_2: str | Path | None = None,
         dtype: str = "bf16",
         device: str | torch.device = "cpu",
+        options: WanSamplerOptions = WanSamplerOptions(),  # noqa: B008 - frozen
     ) -> None:
         from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-        self.folder, self.device = Path(folder), torch.device(device)
+        self.folder, self.device, self.options = Path(folder), torch.device(device), options
         if not (self.folder / "model_index.json").is_file():
             raise InputError(f"{self.folder}: no model_index.json, so this is no pipeline folder")
         parts: dict[str, Any] = {"vae": AutoencoderKLWan.from_pretrained(self.folder / "vae", dtype=torch.float32)}
@@ -113,8 +124,8 @@ class WanSampler:
             "output_type": "pt",
         }
         if self._text.config.boundary_ratio is not None:
-            low = settings.guidance_low if request.guidance_low is None else request.guidance_low
-            arguments["guidance_scale_2"] = low
+            low = self.options.guidance_low
+            arguments["guidance_scale_2"] = settings.guidance_low if low is None else low
         pipeline = self._text
         if request.image is not None:
             pipeline = self._image_pipeline()

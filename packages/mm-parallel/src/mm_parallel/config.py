@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from mm_parallel.errors import FieldError, PlanError
@@ -314,7 +313,7 @@ def _field_error(owner: str, name: str, message: str, *below: int) -> FieldError
 def _require_one_of(owner: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value in allowed:
         return
-    near = get_close_matches(str(value), [str(a) for a in allowed], n=1)
+    near = nearest(str(value), [str(a) for a in allowed], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     shown = ", ".join("null" if a is None else str(a) for a in allowed)
     raise _field_error(owner, name, f"expected one of {shown}, got {value!r}{hint}")

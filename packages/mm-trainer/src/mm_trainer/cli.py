@@ -123,7 +123,7 @@ def sample(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A run, one of its iterations, or a pipeline folder.")
     ],
-    prompt: Annotated[list[str], typer.Option(help="What to show; may be given several times.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="What to show; may be given several times.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the clips.")] = Path("samples"),
     base: Annotated[Path | None, typer.Option(help="For a run: the pipeline folder that it was trained from.")] = None,
     height: Annotated[int, typer.Option(min=1)] = 480,
@@ -132,16 +132,26 @@ def sample(
     negative_prompt: Annotated[str, typer.Option()] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Default: the model's own.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Default: the model's own.")] = None,
-    guidance_low: Annotated[float | None, typer.Option(help="Of the low-noise expert, where there are two.")] = None,
     seed: Annotated[int, typer.Option(help="Of the first clip; the next ones count on.")] = 0,
     image: Annotated[Path | None, typer.Option(help="First frame, for models that take one.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,
     container: Annotated[str | None, typer.Option(help="The model's container; a run says it itself.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of this model alone, see --options.")
+    ] = None,
+    options: Annotated[bool, typer.Option("--options", help="List the options of SOURCE's model instead.")] = False,
 ) -> None:
     """Make clips from a run's newest checkpoint, or from a pipeline folder."""
+    from mm_trainer.commands.sample import describe_options, sampler_of
     from mm_trainer.commands.sample import sample as run_sampling
     from mm_trainer.contracts.sampling import SampleRequest
+
+    if options:
+        print("\n".join(describe_options(sampler_of(source, container))))
+        return
+    if not prompt:
+        raise InputError("--prompt is missing: what the clip is to show")
 
     first = SampleRequest(
         prompt="",
@@ -151,12 +161,13 @@ def sample(
         negative_prompt=negative_prompt,
         steps=steps,
         guidance=guidance,
-        guidance_low=guidance_low,
         image=image,
         last_image=last_image,
     )
     requests = [replace(first, prompt=text, seed=seed + number) for number, text in enumerate(prompt)]
-    for clip in run_sampling(source, requests, output=output, base=base, container=container, dtype=dtype):
+    for clip in run_sampling(
+        source, requests, output=output, base=base, container=container, dtype=dtype, options=option or []
+    ):
         print(clip)
 
 

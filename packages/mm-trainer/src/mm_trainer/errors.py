@@ -14,6 +14,9 @@ FieldError (a ValueError)    a field of a section or of a plugin's options; beco
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class TrainerError(Exception):
     """Anything this package raises on purpose."""
@@ -92,3 +95,10 @@ class BadSample(TrainerError):
 
 class TrainingFault(TrainerError):
     """The run itself went wrong."""
+
+
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The candidate most like ``name``, if one is like it at all; case doesn't count."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None

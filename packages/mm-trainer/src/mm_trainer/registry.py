@@ -1,4 +1,4 @@
-"""What is installed: models, containers, pipelines, data sets and recipes, from entry points and decorators.
+"""What is installed: models, containers, data sets, optimizers, recipes …, from entry points and decorators.
 
 Looking at the list imports nothing; a plugin is imported when its name is used. Code that isn't packaged registers with
 the decorators here, in a module that ``training.plugin`` names::
@@ -15,24 +15,27 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from mm_trainer.errors import PluginError
+from mm_trainer.errors import PluginError, nearest
 
 if TYPE_CHECKING:
+    from mm_trainer.contracts.clips import ClipProcessor
     from mm_trainer.contracts.container import ModelContainer
     from mm_trainer.contracts.dataset import DatasetFactory
     from mm_trainer.contracts.model import BaseModel
+    from mm_trainer.contracts.optimizer import OptimizerFactory
     from mm_trainer.contracts.pipeline import GenerativePipeline
 
 MODELS = "mm_trainer.models"
 CONTAINERS = "mm_trainer.containers"
 PIPELINES = "mm_trainer.pipelines"
 DATASETS = "mm_trainer.datasets"
+CLIP_PROCESSORS = "mm_trainer.clip_processors"
+OPTIMIZERS = "mm_trainer.optimizers"
 RECIPES = "mm_trainer.recipes"
-GROUPS = (MODELS, CONTAINERS, PIPELINES, DATASETS, RECIPES)
+GROUPS = (MODELS, CONTAINERS, PIPELINES, DATASETS, CLIP_PROCESSORS, OPTIMIZERS, RECIPES)
 """Entry-point groups that mm-trainer reads."""
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -78,6 +81,16 @@ def register_pipeline(name: str) -> Callable[[T], T]:
 def register_dataset(name: str) -> Callable[[T], T]:
     """Decorator: offer a data set factory under ``name``."""
     return _register(DATASETS, name)
+
+
+def register_clip_processor(name: str) -> Callable[[T], T]:
+    """Class decorator: offer a `ClipProcessor` under ``name``."""
+    return _register(CLIP_PROCESSORS, name)
+
+
+def register_optimizer(name: str) -> Callable[[T], T]:
+    """Class decorator: offer an `OptimizerFactory` under ``name``."""
+    return _register(OPTIMIZERS, name)
 
 
 def _register(group: str, name: str) -> Callable[[T], T]:
@@ -131,6 +144,20 @@ def load_dataset_factory(name: str) -> DatasetFactory:
     return cast("DatasetFactory", target)
 
 
+def load_clip_processor(name: str) -> ClipProcessor:
+    """A new clip processor called ``name``; raises `PluginError`."""
+    from mm_trainer.contracts.clips import ClipProcessor
+
+    return cast("ClipProcessor", _make(CLIP_PROCESSORS, name, ClipProcessor))
+
+
+def load_optimizer_factory(name: str) -> OptimizerFactory:
+    """A new optimizer factory called ``name``; raises `PluginError`."""
+    from mm_trainer.contracts.optimizer import OptimizerFactory
+
+    return cast("OptimizerFactory", _make(OPTIMIZERS, name, OptimizerFactory))
+
+
 def import_plugin(module: str) -> None:
     """Import a module of ``training.plugin``, so that its decorators run. It may lie in the current folder, whether the
     interpreter was started as ``python -m`` or by a script.
@@ -159,7 +186,7 @@ def read_recipe(name: str) -> str:
     Raises:
         PluginError: unknown, claimed twice, or not there.
     """
-    provider = _provider(RECIPES, name)
+    provider = find(RECIPES, name)
     package, _, file = provider.target.partition(":")
     try:
         return (resources.files(package) / file).read_text(encoding="utf-8")
@@ -167,12 +194,16 @@ def read_recipe(name: str) -> str:
         raise PluginError(f"the recipe {name!r} of {provider} can't be read: {_cause(error)}") from error
 
 
-def _provider(group: str, name: str) -> Provider:
-    """The one provider of ``name``."""
+def find(group: str, name: str) -> Provider:
+    """The one provider of ``name``; nothing is imported.
+
+    Raises:
+        PluginError: there is none, with the nearest name, or more than one.
+    """
     offers = installed(group)
     if name not in offers:
-        close = get_close_matches(name, offers, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        close = nearest(name, offers)
+        hint = f"; did you mean {close!r}?" if close else ""
         raise PluginError(f"no {name!r} in the group {group}{hint} (installed: {', '.join(offers) or 'none'})")
     providers = offers[name]
     if len(providers) > 1:
@@ -184,7 +215,7 @@ def _provider(group: str, name: str) -> Provider:
 
 
 def _load(group: str, name: str) -> tuple[Any, Provider]:
-    provider = _provider(group, name)
+    provider = find(group, name)
     if provider in _decorated.get((group, name), {}):
         return _decorated[group, name][provider], provider
     try:
@@ -201,6 +232,20 @@ def _load_class(group: str, name: str, base: type) -> Any:
     if not (isinstance(target, type) and issubclass(target, base)):
         raise PluginError(f"{name!r} in the group {group}: {provider} is no subclass of {base.__name__}")
     return target
+
+
+def _make(group: str, name: str, protocol: type) -> Any:
+    """An instance of a class that is made without arguments."""
+    target, provider = _load(group, name)
+    if not isinstance(target, type):
+        raise PluginError(f"{name!r} in the group {group}: {provider} is no class")
+    try:
+        made = target()
+    except Exception as error:
+        raise PluginError(f"{name!r} in the group {group}: {provider} can't be made: {_cause(error)}") from error
+    if not isinstance(made, protocol):
+        raise PluginError(f"{name!r} in the group {group}: {provider} is no {protocol.__name__}")
+    return made
 
 
 def _cause(error: BaseException) -> str:

@@ -10,7 +10,6 @@ Shapes: B batch, S tokens, D model dim, H heads, d dims of a head; n is S for on
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -212,55 +211,15 @@ class _GeluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(_gelu(x), weight, bias)
+        return F.linear(F.gelu(x, approximate="tanh"), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        activated, d_x = _gelu_backward(grad.matmul(weight), x)
+        activated = F.gelu(x, approximate="tanh")
+        d_x = torch.ops.aten.gelu_backward(grad.matmul(weight), x, approximate="tanh")
         rows = grad.flatten(0, -2)
         d_weight = rows.t().mm(activated.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return d_x, d_weight, d_bias
-
-
-# GELU's tanh approximation is x·sigmoid(2u) with 2u = A·x + B·x³. In a backward that redoes it torch's kernels take
-# 7 ns per element on a CPU, the steps below 4: they are made on parts that stay in the cache, for these are the widest
-# tensors of a block. Accelerators and compilers have it in one pass, and below float32 the steps would each round.
-_GELU_A = 2 * math.sqrt(2 / math.pi)
-_GELU_B = 0.044715 * _GELU_A
-_PART = 2**16
-"""Elements of a part."""
-
-
-def _in_steps(x: Tensor) -> bool:
-    wide = x.dtype in (torch.float32, torch.float64)
-    return x.device.type == "cpu" and wide and x.is_contiguous() and not torch.compiler.is_compiling()
-
-
-def _gelu(x: Tensor) -> Tensor:
-    if not _in_steps(x):
-        return F.gelu(x, approximate="tanh")
-    out = torch.empty_like(x)
-    for part, into in zip(x.view(-1).split(_PART), out.view(-1).split(_PART), strict=True):
-        _gelu_sigmoid(part, into).mul_(part)
-    return out
-
-
-def _gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU(x), and the gradient of x in the memory of ``grad``."""
-    if not _in_steps(x):
-        return F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-    out = torch.empty_like(x)
-    for part, activated, d_x in zip(*(t.view(-1).split(_PART) for t in (x, out, grad)), strict=True):
-        # GELU'(x) = s + x·s·(1 − s)·(A + 3B·x²) with s = sigmoid(2u).
-        sigmoid = _gelu_sigmoid(part, torch.empty_like(part))
-        torch.mul(part, sigmoid, out=activated)
-        inner = torch.addcmul(part.new_tensor(_GELU_A), part, part, value=3 * _GELU_B)
-        d_x.mul_(sigmoid.addcmul_(inner, torch.addcmul(activated, activated, sigmoid, value=-1)))
-    return out, grad
-
-
-def _gelu_sigmoid(x: Tensor, out: Tensor) -> Tensor:
-    return torch.addcmul(x.new_tensor(_GELU_A), x, x, value=_GELU_B, out=out).mul_(x).sigmoid_()

@@ -201,7 +201,7 @@ class WanPredictor(BaseModel):
 
     def input_spec(self) -> InputSpec:
         frames, side, _ = self.architecture.patch_size
-        return InputSpec(frame_stride=frames, spatial_multiple=side, channels=self.architecture.in_channels)
+        return InputSpec(frame_stride=frames, spatial_multiple=side)
 
     def flops(self, shape: Sequence[int]) -> int:
         channels, frames, height, width = shape

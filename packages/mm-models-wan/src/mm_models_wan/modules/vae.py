@@ -157,4 +157,4 @@ class WanVideoVAE(BaseModel):
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
     def input_spec(self) -> InputSpec:
-        return InputSpec(frame_stride=self.frame_stride, spatial_multiple=self.spatial_stride, channels=3)
+        return InputSpec(frame_stride=self.frame_stride, spatial_multiple=self.spatial_stride)

@@ -7,18 +7,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import yaml
+from pydantic import ValidationError
 from torch import Tensor
 
 from mm_checkpoint import export
 from mm_parallel import default_device_type
 from mm_trainer import registry
 from mm_trainer.config import load_config
-from mm_trainer.errors import InputError
+from mm_trainer.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from mm_trainer.contracts.sampling import SampleRequest
+    from mm_trainer.contracts.sampling import Sampler, SampleRequest
+    from mm_trainer.contracts.spec import Options
 
 INDEX = "model_index.json"
 
@@ -31,6 +34,7 @@ def sample(
     base: Path | None = None,
     container: str | None = None,
     dtype: str = "bf16",
+    options: Sequence[str] = (),
 ) -> list[Path]:
     """Make one clip per request.
 
@@ -41,13 +45,16 @@ def sample(
         base: the pipeline that a run's trained parts are put into; needed for a run.
         container: whose sampler to use; by default that of the run's configuration, or the only one installed.
         dtype: of the large models.
+        options: ``key=value`` for the sampler's own options, the value in YAML.
 
     Raises:
-        InputError: the source is neither, a base is missing, or a request doesn't fit the model.
+        InputError: the source is neither, a base is missing, an option isn't the sampler's, or a request doesn't fit
+            the model.
     """
-    model = registry.load_container(container or _container_of(source))
+    kind = sampler_of(source, container)
+    settings = parse_options(kind, options)
     with _pipeline_folder(source, base) as folder:
-        sampler = model.open_sampler(folder, dtype=dtype, device=default_device_type())
+        sampler = kind(folder, dtype=dtype, device=default_device_type(), options=settings)
         output.mkdir(parents=True, exist_ok=True)
         clips = []
         for number, request in enumerate(requests):
@@ -55,6 +62,50 @@ def sample(
             write_clip(path, sampler(request), fps=sampler.fps)
             clips.append(path)
     return clips
+
+
+def sampler_of(source: Path, container: str | None = None) -> type[Sampler[Any]]:
+    """The sampler of a source's model.
+
+    Raises:
+        InputError: the source doesn't say which model it is, or its container has no sampler.
+    """
+    name = container or _container_of(source)
+    kind = registry.load_container(name).sampler
+    if kind is None:
+        raise InputError(f"the container {name} has no sampler")
+    return kind
+
+
+def describe_options(kind: type[Sampler[Any]]) -> list[str]:
+    """A line for each option that only this sampler has."""
+    fields = kind.Options.model_fields
+    lines = [f"--option {name}=VALUE  {field.description or ''}".rstrip() for name, field in fields.items()]
+    return lines or ["this model has no options of its own"]
+
+
+def parse_options(kind: type[Sampler[Any]], pairs: Sequence[str]) -> Options:
+    """``key=value`` pairs as the sampler's options.
+
+    Raises:
+        InputError: a pair without ``=``, an unknown key (with the nearest), a value of another type.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise InputError(f"--option {pair}: expected KEY=VALUE")
+        if key not in kind.Options.model_fields:
+            close = nearest(key, kind.Options.model_fields)
+            known = ", ".join(kind.Options.model_fields) or "none"
+            hint = f"; did you mean {close}?" if close else ""
+            raise InputError(f"--option {key}: this model has no such option{hint} (it has: {known})")
+        values[key] = yaml.safe_load(text)
+    try:
+        return kind.Options.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InputError(f"--option {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from mm_trainer.config.sections.fields import absolute_paths, keys_of
 from mm_trainer.config.sections.model import SINGLE_MODEL_KEYS, ModelConfig, SubModelConfig
 from mm_trainer.config.yaml.diagnose import from_value_error, located, validate
 from mm_trainer.config.yaml.document import Document, split_key
-from mm_trainer.config.yaml.foreign import nearest
-from mm_trainer.errors import ConfigError, PluginError
+from mm_trainer.errors import ConfigError, PluginError, nearest
 
 if TYPE_CHECKING:
     from mm_trainer.contracts.container import ModelContainer
@@ -108,6 +107,9 @@ class _Binder:
         self._check_variables()
         for i, module in enumerate(config.training.plugin):
             self._load(registry.import_plugin, module, f"training.plugin.{i}")
+        self._load(
+            lambda name: registry.find(registry.OPTIMIZERS, name), config.training.optimizer, "training.optimizer"
+        )
         self._check_files()
         container_class, container_options, pipeline_class = self._container()
         bound = {name: self._model(name, sub) for name, sub in config.model.sub_models.items()}

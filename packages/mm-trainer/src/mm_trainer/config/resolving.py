@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from mm_parallel.errors import FieldError, PlanError
 from mm_parallel.sizes import MeshSizes
+from mm_trainer import registry
 from mm_trainer.config.schema import ResolvedConfig, TrainerConfig
 from mm_trainer.config.sections.training import TrainingConfig
 from mm_trainer.config.yaml.diagnose import combine_errors, from_value_error, located
 from mm_trainer.config.yaml.document import dotted
-from mm_trainer.config.yaml.foreign import nearest
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, PluginError, nearest
 
 
 def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
@@ -92,6 +92,11 @@ def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigErro
             f"validates every {config.training.val_interval} updates, but data.val_dataset_param is not given",
             key="training.val_interval",
         )
+    if not config.training.plugin:  # whose modules may bring optimizers; then it is asked once they are imported
+        try:
+            registry.find(registry.OPTIMIZERS, config.training.optimizer)
+        except PluginError as error:
+            yield ConfigError(str(error), key="training.optimizer")
     if config.training.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield torchao_missing("which is not installed")
     for tool in ("profile", "memory_profile"):

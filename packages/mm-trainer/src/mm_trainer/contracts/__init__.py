@@ -6,15 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mm_trainer.contracts.clips import ClipFiles, ClipProcessor
     from mm_trainer.contracts.container import ModelContainer
     from mm_trainer.contracts.dataset import DatasetContext, DatasetFactory, MapDataset
     from mm_trainer.contracts.model import DTYPES, BaseModel, Tokenizer
+    from mm_trainer.contracts.optimizer import OptimizerFactory, OptimizerRequest, ShardedOptimizer
     from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample
     from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
 
 _HOME = {
     "BaseModel": "model",
+    "ClipFiles": "clips",
+    "ClipProcessor": "clips",
     "DTYPES": "model",
     "DatasetContext": "dataset",
     "DatasetFactory": "dataset",
@@ -26,15 +30,20 @@ _HOME = {
     "ModelSpec": "spec",
     "NoOptions": "spec",
     "NoisedInputs": "pipeline",
+    "OptimizerFactory": "optimizer",
+    "OptimizerRequest": "optimizer",
     "Options": "spec",
     "PerSample": "pipeline",
     "SampleRequest": "sampling",
     "Sampler": "sampling",
+    "ShardedOptimizer": "optimizer",
     "Tokenizer": "model",
 }
 
 __all__ = [
     "BaseModel",
+    "ClipFiles",
+    "ClipProcessor",
     "DTYPES",
     "DatasetContext",
     "DatasetFactory",
@@ -46,10 +55,13 @@ __all__ = [
     "ModelSpec",
     "NoOptions",
     "NoisedInputs",
+    "OptimizerFactory",
+    "OptimizerRequest",
     "Options",
     "PerSample",
     "SampleRequest",
     "Sampler",
+    "ShardedOptimizer",
     "Tokenizer",
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -16,7 +15,6 @@ from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
 from mm_trainer.contracts.sampling import Sampler
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
 from mm_trainer.contracts.spec import Options as BaseOptions
-from mm_trainer.errors import InputError
 
 
 class ModelContainer(nn.Module):
@@ -36,6 +34,9 @@ class ModelContainer(nn.Module):
     condition_options: ClassVar[tuple[str, ...] | None] = None
     """Those of the options that change what the frozen encoders make, so that a cache made with others is stale; None:
     all of them."""
+
+    sampler: ClassVar[type[Sampler[Any]] | None] = None
+    """Makes clips from pipeline folders; optional."""
 
     def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
         super().__init__()
@@ -97,17 +98,6 @@ class ModelContainer(nn.Module):
     def activate(self, name: str) -> None:
         """Make one of `validation_views` current."""
         raise NotImplementedError(f"{type(self).__qualname__} has no views to choose from")
-
-    @classmethod
-    def open_sampler(cls, folder: Path, *, dtype: str, device: str) -> Sampler:
-        """Make clips from a pipeline folder on disk; optional.
-
-        Args:
-            folder: a complete pipeline, such as an exported one.
-            dtype: fp32, bf16 or fp16, of the large models.
-            device: where to compute.
-        """
-        raise InputError(f"{cls.__qualname__} has no sampler")
 
     def input_spec(self) -> InputSpec:
         """What the components, chained, ask of a clip; override it where two of them stand beside each other."""

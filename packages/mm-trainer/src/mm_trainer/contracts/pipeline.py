@@ -18,7 +18,8 @@ from mm_trainer.errors import InputError
 if TYPE_CHECKING:
     from mm_trainer.contracts.container import ModelContainer
 
-Batch = Mapping[str, Any]
+Batch = dict[str, Any]
+"""A micro-batch: tensors and lists by name, nested in mappings at most."""
 Conditions = Mapping[str, Tensor]
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
+
+from mm_trainer.contracts.spec import NoOptions
+from mm_trainer.contracts.spec import Options as BaseOptions
+
+OptionsT = TypeVar("OptionsT", bound=BaseOptions)
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,6 @@ class SampleRequest:
     negative_prompt: str = ""
     steps: int | None = None
     guidance: float | None = None
-    guidance_low: float | None = None
-    """Of the low-noise expert, where there are two."""
     seed: int = 0
     image: Path | None = None
     """First frame, for models that take one."""
@@ -29,18 +33,31 @@ class SampleRequest:
     """Last frame, for models that take one."""
 
 
-class Sampler(Protocol):
-    """Makes clips from a pipeline folder."""
+class Sampler(ABC, Generic[OptionsT]):
+    """Makes clips from a pipeline folder; a container names its class.
+
+    Args:
+        folder: a complete pipeline, such as an exported one.
+        dtype: fp32, bf16 or fp16, of the large models.
+        device: where to compute.
+        options: settings that only this family has, an instance of ``Options``.
+    """
+
+    Options: ClassVar[type[BaseOptions]] = NoOptions
+    """What `mm-trainer sample --option KEY=VALUE` may set; the docstrings of its fields are shown by ``--options``."""
+
+    @abstractmethod
+    def __init__(self, folder: Path, *, dtype: str, device: str, options: OptionsT) -> None: ...
 
     @property
+    @abstractmethod
     def fps(self) -> int:
         """Frames per second that the model was trained at."""
-        ...
 
+    @abstractmethod
     def __call__(self, request: SampleRequest) -> Tensor:
         """(3, frames, height, width) float32 in [0, 1], on the CPU.
 
         Raises:
             InputError: the request doesn't fit the model.
         """
-        ...

@@ -19,7 +19,7 @@ class Options(PydanticModel):
     the framework doesn't know are validated by it, so an unknown key is refused with its line like any other.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class NoOptions(Options):
@@ -40,8 +40,6 @@ class InputSpec:
     """Height and width must be multiples of this many pixels."""
     text_length: int | None = None
     """Tokens that a prompt is padded or cut to."""
-    channels: int | None = None
-    """Channels of the model's input (latent channels of a diffusion transformer, 3 of a VAE)."""
 
     @classmethod
     def merge(cls, specs: Iterable[InputSpec]) -> InputSpec:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Batch = dict[str, Any]
+from mm_trainer.contracts.pipeline import Batch
 
 # Read on the host by the draw of noise and sigma; on the device they would cost a synchronisation per batch.
 HOST_KEYS = frozenset({"sample_key", "quantile", "sample_weight"})

@@ -60,11 +60,6 @@ class LatentsDataset:
         texts = [self._shape(self.options.text_folder, stem, self.options.text_key) for stem in self.stems]
         self._check(latents, dims=4, what="latents (C, F, H, W)", folder=self.options.data_path)
         self._check(texts, dims=2, what="text embedding (L, D)", folder=self.options.text_folder)
-        channels = context.input_spec.channels
-        if channels is not None and latents[0][0] != channels:
-            raise DataError(
-                f"{self.options.data_path}: latents have {latents[0][0]} channels, the model takes {channels}"
-            )
         self._buckets = [(latent, text) for latent, text in zip(latents, texts, strict=True)]
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ class BatchLoader:
     """Yields this rank's micro-batches epoch after epoch; see [Note: global data order] in `mm_trainer.data.order`.
 
     A batch holds the collated samples and ``sample_key`` (B,) int64, all on the CPU; pixels are uint8, see
-    [Note: pixels] in `mm_trainer.data.pixels`. The position counts optimizer steps over all epochs, so it means the
+    [Note: pixels] in `mm_trainer.data.batch`. The position counts optimizer steps over all epochs, so it means the
     same on any number of ranks; moving there computes one epoch's order and reads nothing.
 
     Args:
@@ -89,7 +89,7 @@ class BatchLoader:
         )
         self._reader = SampleReader(dataset, table, seed=seed, replace=on_bad_sample == "replace")
         self.bad = _open_bad_log(dataset, data_size, on_bad_sample, max_bad_fraction)
-        repeats = self.counts()["repeats_per_epoch"]
+        repeats = self.order.samples_per_epoch - len(table)
         if repeats:
             logger.info(
                 "%d of %d samples of an epoch are repeats, to fill up batches", repeats, self.order.samples_per_epoch
@@ -107,15 +107,6 @@ class BatchLoader:
     def step(self) -> int:
         """Optimizer steps whose batches were all handed out, over all epochs."""
         return self._yielded // self.accumulation
-
-    def counts(self) -> dict[str, int]:
-        """For the metrics: what this rank has met since the start of the process.
-
-        ``bad_samples``: distinct samples that can't be used; ``bad_replaced``: places where another one was used;
-        ``repeats_per_epoch``: samples that come twice in an epoch, to fill up batches, over all ranks.
-        """
-        repeats = self.order.samples_per_epoch - len(self.order.samples)
-        return {"bad_samples": self.bad.count, "bad_replaced": self.bad.replaced, "repeats_per_epoch": repeats}
 
     def seek(self, step: int) -> None:
         """Continue with the first batch of an optimizer step; takes effect at the next ``iter()``."""

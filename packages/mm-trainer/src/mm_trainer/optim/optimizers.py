@@ -4,48 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from mm_trainer import registry
 from mm_trainer.config import TrainingConfig
-from mm_trainer.config.resolving import torchao_missing
-from mm_trainer.errors import InputError
-from mm_trainer.optim.low_bit import BlockQuantizer, LowBitAdamW
-from mm_trainer.optim.muon import Muon
-from mm_trainer.optim.plan import OptimizerPlan
-
-
-class ShardedOptimizer(Protocol):
-    """A torch optimizer that works on sharded parameters and leaves a step out on the device."""
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-    found_inf: Tensor | None
-    """0-dim float on the device; 1 leaves weights and state alone (see [Note: bad numbers])."""
-
-    def step(self) -> Any: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW; its kernels take ``found_inf`` as a gradient scaler would set it."""
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state tensors of a parameter that hasn't been updated yet, sharded as the parameter is."""
-        return {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
+from mm_trainer.contracts.optimizer import OptimizerFactory, OptimizerRequest, ShardedOptimizer
+from mm_trainer.errors import ConfigError, InputError
+from mm_trainer.optim.plan import ParameterPlan
 
 
 @dataclass(frozen=True)
@@ -133,14 +100,14 @@ def build_optimizers(models: Mapping[str, nn.Module], config: TrainingConfig) ->
     Raises:
         ConfigError: as `check_optimizer`.
     """
-    plan = OptimizerPlan.of(models, config)
+    factory, request = _request(models, config)
     return {
         prefix: NamedOptimizer(
             config.optimizer,
-            _build(parameters, plan, config),
+            tuple(factory.build(prefix, request)),
             {parameter: name for name, parameter in parameters.items()},
         )
-        for prefix, parameters in plan.parameters.items()
+        for prefix, parameters in request.parameters.items()
     }
 
 
@@ -148,40 +115,22 @@ def check_optimizer(models: Mapping[str, nn.Module], config: TrainingConfig) -> 
     """Whether ``training.optimizer`` can train these sub-models, which may lie on meta.
 
     Raises:
-        ConfigError: as `OptimizerPlan.of`, or what the optimizer needs isn't installed.
+        ConfigError: a pattern matches nothing, two rules scale one parameter, the optimizer's options are wrong, it
+            doesn't suit the parameters, or what it needs isn't installed.
+        PluginError: there is no such optimizer.
     """
-    OptimizerPlan.of(models, config)
-    if config.optimizer == "adamw_8bit":
-        _load_quantizer()
+    _request(models, config)
 
 
-def _build(
-    parameters: Mapping[str, nn.Parameter], plan: OptimizerPlan, config: TrainingConfig
-) -> tuple[ShardedOptimizer, ...]:
-    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
-    if config.optimizer in ("adamw_8bit", "adamw_sr"):
-        return (
-            LowBitAdamW(
-                plan.groups(parameters),
-                **adamw,
-                names={parameter: name for name, parameter in parameters.items()},
-                seed=config.seed,
-                quantizer=_load_quantizer() if config.optimizer == "adamw_8bit" else None,
-            ),
-        )
-    optimizers: list[ShardedOptimizer] = []
-    matrices = {name: parameter for name, parameter in parameters.items() if name in plan.matrices}
-    if matrices:
-        groups = plan.groups(matrices)
-        optimizers.append(Muon(groups, lr=config.lr, momentum=config.muon_momentum))
-    others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
-    if others:
-        optimizers.append(FusedAdamW(plan.groups(others), **adamw, fused=True))
-    return tuple(optimizers)
-
-
-def _load_quantizer() -> BlockQuantizer:
+def _request(models: Mapping[str, nn.Module], config: TrainingConfig) -> tuple[OptimizerFactory, OptimizerRequest]:
+    factory = registry.load_optimizer_factory(config.optimizer)
     try:
-        return BlockQuantizer()
-    except ImportError as error:
-        raise torchao_missing(f"which can't be used here ({error})") from error
+        options = factory.Options.model_validate(config.optimizer_options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(["training.optimizer_options", *map(str, first["loc"])])
+        raise ConfigError(f"{first['msg']} (an option of optimizer {config.optimizer})", key=key) from error
+    plan = ParameterPlan.of(models, config)
+    request = OptimizerRequest(models, plan.parameters, config, options, plan.groups)
+    factory.check(request)
+    return factory, request

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
-from mm_parallel.patterns import PatternError, compile_pattern
+from mm_parallel.patterns import PatternError, compile_pattern, nearest
 from mm_trainer.errors import ConfigError
 
 
@@ -34,11 +33,16 @@ def match_parameters(names: Iterable[str], patterns: Sequence[str], *, key: str)
             raise ConfigError(str(error), key=place) from error
         found = {name for name, own in parts.items() if any(expression.fullmatch(part) for part in own)}
         if not found:
-            close = get_close_matches(pattern, sorted({part for own in parts.values() for part in own}), n=3)
+            close = nearest(pattern, sorted({part for own in parts.values() for part in own}))
             hint = f"; nearest: {', '.join(close)}" if close else ""
             raise ConfigError(f"pattern {pattern!r} matches no parameter{hint}", key=place)
         matched |= found
     return matched
+
+
+def full_name(prefix: str, name: str) -> str:
+    """``name`` below ``prefix``, which may be empty."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _parts(name: str) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,8 +46,11 @@ class TrainingConfig(Section):
     train_epochs: Positive | None = None
     """Passes over the data; or train_iters."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_sr", "muon"] = "adamw"
-    """adamw_8bit: 8-bit moments; adamw_sr: bf16 weights, rounded stochastically; muon: for the matrices of blocks."""
+    optimizer: str = "adamw"
+    """Name in the entry-point group mm_trainer.optimizers. adamw_8bit: 8-bit moments; adamw_sr: bf16 weights, rounded
+    stochastically; muon: for the matrices of blocks."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Keys of an optimizer from elsewhere; those that mm-trainer brings have none."""
     lr: Finite = 1e-5
     """Learning rate after warm-up."""
     lr_min: Finite = 0.0
@@ -85,8 +88,6 @@ class TrainingConfig(Section):
     """Checkpoints kept; -1 keeps all."""
     keep_every: Positive | None = None
     """Checkpoints whose iteration is a multiple of this are kept for good."""
-    save_format: Literal["dcp"] = "dcp"
-    """The only one; for others see `mm-checkpoint export`."""
     load: Literal["auto"] | LocalPath | None = None
     """A run or an iteration to go on from; auto: the newest complete checkpoint in `save`, if there is one."""
     no_load_optim: bool = False

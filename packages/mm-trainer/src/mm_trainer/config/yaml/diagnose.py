@@ -16,9 +16,9 @@ from mm_parallel.errors import FieldError as PlanFieldError
 from mm_trainer.config.schema import section_keys
 from mm_trainer.config.sections.fields import EACH, keys_of
 from mm_trainer.config.yaml.document import Document, split_key
-from mm_trainer.config.yaml.foreign import nearest, unknown_key
+from mm_trainer.config.yaml.foreign import unknown_key
 from mm_trainer.config.yaml.nodes import KeyPath, Node
-from mm_trainer.errors import ConfigError, FieldError, MissingField
+from mm_trainer.errors import ConfigError, FieldError, MissingField, nearest
 
 T = TypeVar("T")
 

@@ -15,6 +15,9 @@ from mm_trainer.errors import ConfigError, PluginError
 RECIPE = "recipe:"
 COMMAND_LINE = "command line"
 _ALIASES = {"checkpoint_format": "load_format", "hub_backend": "load_format"}
+_RETIRED = {
+    ("training", "save_format"): ("dcp", "checkpoints are always DCP; other forms come from `mm-checkpoint export`"),
+}
 
 ReadRecipe = Callable[[str], str]
 """Recipe name → its YAML text."""
@@ -89,7 +92,7 @@ def read_document(
     root = _Reader(environment, read_recipe).read(reference, base=environment.cwd)
     for override in overrides:
         root = _override(root, override)
-    root = _complete_mixes(_rename_aliases(root))
+    root = _complete_mixes(_rename_aliases(_drop_retired(root)))
     undefined: list[Undefined] = []
     root = _expand(root, environment, undefined, ())
     return Document(root, environment, tuple(undefined))
@@ -202,6 +205,20 @@ def _set(node: Node, path: KeyPath, new: Node, whole: KeyPath) -> Node:
     children: Mapping[str, Node] = node.value or {}
     below = children.get(part, Node(None, COMMAND_LINE, None))
     return replace(node, value={**children, part: _set(below, rest, new, whole)})
+
+
+def _drop_retired(root: Node) -> Node:
+    """Keys that went, with the only value they had; resolved configurations of earlier versions state them."""
+    for (section, key), (value, instead) in _RETIRED.items():
+        parent = root.value.get(section)
+        node = parent.child(key) if parent is not None else None
+        if parent is None or node is None:
+            continue
+        if node.value != value:
+            raise ConfigError(instead, key=f"{section}.{key}", file=node.file, line=node.line)
+        kept = {name: child for name, child in parent.value.items() if name != key}
+        root = replace(root, value={**root.value, section: replace(parent, value=kept)})
+    return root
 
 
 def _rename_aliases(root: Node) -> Node:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from difflib import get_close_matches
+from collections.abc import Collection
 
 from mm_trainer.config.sections.fields import EACH
+from mm_trainer.errors import nearest
 
 FOREIGN_KEYS: dict[str, str] = {
     "accumulate_grad_batches": "training.gradient_accumulation_steps",
@@ -92,13 +92,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "workers": "data.dataloader_param.num_workers",
 }
 """Key of other trainers → ours."""
-
-
-def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate most like ``name``, if one is like it at all; case doesn't count."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
 
 
 def unknown_key(name: str, siblings: Collection[str], everywhere: Collection[str]) -> str:

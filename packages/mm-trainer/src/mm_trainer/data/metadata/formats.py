@@ -14,12 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_trainer.data.metadata.columns import CHUNK
 from mm_trainer.data.metadata.table import (
     ABSENT,
-    ALIASES,
     Table,
     TableBuilder,
     check_columns,
@@ -28,13 +27,10 @@ from mm_trainer.data.metadata.table import (
 )
 from mm_trainer.errors import DataError
 
-if TYPE_CHECKING:
-    pass
-
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif", ".ts"})
 
 
-def read_table(path: Path | str, *, require_caption: bool = True) -> Table:
+def read_table(path: Path | str, *, require_caption: bool = True, paths: Sequence[str] = ()) -> Table:
     """Open metadata; the form follows from the suffix.
 
     Args:
@@ -42,6 +38,7 @@ def read_table(path: Path | str, *, require_caption: bool = True) -> Table:
             images with one ``.txt`` beside each, or a ``.txt`` whose lines read ``folder,annotations.json`` (the
             annotation's paths count from the folder; both count from the ``.txt``'s own folder).
         require_caption: refuse rows without a caption column (for models that read no text: False).
+        paths: further columns of paths to look for, beside the clip's own.
 
     Raises:
         DataError: missing file, unknown form, missing column, or a value that can't be used, with file, line and
@@ -52,8 +49,8 @@ def read_table(path: Path | str, *, require_caption: bool = True) -> Table:
         if path.is_dir():
             return _read_folder(path, require_caption)
         if path.suffix.lower() == ".txt":
-            return _read_list(path, require_caption)
-        return _read_file(path, require_caption, prefix="")
+            return _read_list(path, require_caption, paths)
+        return _read_file(path, require_caption, prefix="", paths=paths)
 
 
 @contextmanager
@@ -68,14 +65,14 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _read_file(path: Path, require_caption: bool, *, prefix: str) -> Table:
+def _read_file(path: Path, require_caption: bool, *, prefix: str, paths: Sequence[str]) -> Table:
     readers = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"{path}: unknown metadata form {path.suffix!r}; known: {', '.join(readers)}, .txt, a folder")
     if not path.is_file():
         raise DataError(f"metadata file not found: {path.absolute()}")
-    builder = TableBuilder(path, prefix=prefix)
+    builder = TableBuilder(path, prefix=prefix, paths=paths)
     try:
         reader(path, builder, require_caption)
     except UnicodeDecodeError:
@@ -109,7 +106,7 @@ def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
 
 def _name_columns(builder: TableBuilder, header: Sequence[str], where: str, require_caption: bool) -> dict[str, int]:
     """Our column name → position in a header, and in the builder the file's own name."""
-    found = find_columns(header)
+    found = find_columns(header, builder.aliases)
     check_columns(found, header, where, require_caption=require_caption)
     builder.names = {ours: header[index] for ours, index in found.items()}
     if twice := [name for name in builder.names.values() if header.count(name) > 1]:
@@ -182,7 +179,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 def _add_objects(path: Path, rows: Iterable[tuple[int, Any]], builder: TableBuilder, require_caption: bool) -> None:
     """Add JSON objects, whose keys may differ from row to row."""
-    rows, wanted = iter(rows), list(ALIASES)
+    rows, wanted = iter(rows), list(builder.aliases)
     plans: dict[tuple[str, ...], dict[str, str]] = {}
     while chunk := list(islice(rows, CHUNK)):
         columns: dict[str, list[Any]] = {name: [] for name in wanted}
@@ -192,7 +189,7 @@ def _add_objects(path: Path, rows: Iterable[tuple[int, Any]], builder: TableBuil
             keys = tuple(row)
             plan = plans.get(keys)
             if plan is None:
-                plan = plans[keys] = {ours: keys[index] for ours, index in find_columns(keys).items()}
+                plan = plans[keys] = {ours: keys[index] for ours, index in find_columns(keys, builder.aliases).items()}
                 check_columns(plan, keys, f"{path}:{line}", require_caption=require_caption)
                 builder.names |= plan
             for name, values in columns.items():
@@ -221,7 +218,7 @@ def _read_parquet(path: Path, builder: TableBuilder, require_caption: bool) -> N
         raise DataError(f"{path}: can't be read as Parquet: {error}") from error
 
 
-def _read_list(path: Path, require_caption: bool) -> Table:
+def _read_list(path: Path, require_caption: bool, paths: Sequence[str]) -> Table:
     if not path.is_file():
         raise DataError(f"metadata file not found: {path.absolute()}")
     tables = []
@@ -232,7 +229,8 @@ def _read_list(path: Path, require_caption: bool) -> Table:
         if not comma or not folder or not annotations:
             raise DataError(f"{path}:{number}: expected `folder,annotations.json`, got {line!r}")
         try:
-            tables.append(_read_file(path.parent / annotations, require_caption, prefix=str(path.parent / folder)))
+            prefix = str(path.parent / folder)
+            tables.append(_read_file(path.parent / annotations, require_caption, prefix=prefix, paths=paths))
         except DataError as error:
             raise DataError(f"{path}:{number}: {error}") from error
     if not tables:

@@ -31,15 +31,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_frames": ("num_frames",),
     "fps": ("fps",),
     "first_frame": ("first_frame",),
-    "mask": ("mask",),
-    "source": ("source",),
-    "reference": ("reference",),
 }
-"""Our name → the names it goes by, in the order of preference."""
+"""Our name → the names it goes by, in the order of preference; further columns of paths go by their own name."""
 
 NUMBER_COLUMNS = ("width", "height", "num_frames", "fps", "first_frame")
-TEXT_COLUMNS = tuple(name for name in ALIASES if name not in NUMBER_COLUMNS)
-PATH_COLUMNS = tuple(name for name in TEXT_COLUMNS if name != "caption")
 LIST_SEPARATOR = "\0"
 """Between the texts of a cell that holds several (captions, reference images); refused in text."""
 LARGEST = 2**31
@@ -63,7 +58,7 @@ class Table:
     numbers: Mapping[str, NDArray[np.float64]]
     """``width``, ``height``, ``num_frames``, ``fps``, ``first_frame``: whichever the file has."""
     texts: Mapping[str, StringColumn]
-    """``media`` and whichever of ``caption``, ``mask``, ``source``, ``reference`` the file has."""
+    """``media`` and whichever of ``caption`` and the further columns of paths the file has."""
 
     def __len__(self) -> int:
         return len(self.texts["media"])
@@ -83,7 +78,7 @@ class Table:
         return [""] if column is None else column[row].split(LIST_SEPARATOR)
 
     def paths(self, column: str, row: int) -> list[str]:
-        """Paths in ``mask``, ``source`` or ``reference``; none if the row has none."""
+        """Paths in one of the further columns; none if the row has none."""
         values = self.texts.get(column)
         return [] if values is None else [path for path in values.path(row).split(LIST_SEPARATOR) if path]
 
@@ -98,7 +93,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
     lengths = [len(table) for table in tables]
     offsets = np.cumsum([0, *lengths[:-1]])
     numbers = {name for table in tables for name in table.numbers}
-    texts = {name for table in tables for name in table.texts}
+    texts = dict.fromkeys(name for table in tables for name in table.texts)
     return Table(
         files=tuple(file for table in tables for file in table.files),
         starts=np.concatenate([table.starts + offset for table, offset in zip(tables, offsets, strict=True)]),
@@ -111,8 +106,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
         },
         texts={
             name: StringColumn.join([table.texts.get(name, StringColumn.empty(len(table))) for table in tables])
-            for name in TEXT_COLUMNS
-            if name in texts
+            for name in texts
         },
     )
 
@@ -123,21 +117,23 @@ class TableBuilder:
     Args:
         file: where the rows come from.
         prefix: folder that goes before the paths of the rows.
+        paths: further columns of paths to look for.
     """
 
-    def __init__(self, file: Path, *, prefix: str = "") -> None:
+    def __init__(self, file: Path, *, prefix: str = "", paths: Sequence[str] = ()) -> None:
         self.file, self.prefix = file, prefix
+        self.aliases = {**ALIASES, **{name: (name,) for name in paths}}
         self.names: dict[str, str] = {}
         self._chunks: list[Table] = []
         self._converters: dict[str, Callable[[Any], Any]] = dict.fromkeys(NUMBER_COLUMNS, _number_value)
-        self._converters |= dict.fromkeys(TEXT_COLUMNS, _optional_text)
+        self._converters |= dict.fromkeys(paths, _optional_text)
         self._converters |= {"media": _media_value, "caption": _caption_value}
 
     def add(self, columns: Mapping[str, Sequence[Any]], lines: Sequence[int]) -> None:
         """Append a chunk of rows: our column name → its values, `ABSENT` where a row lacks it."""
         converted = {name: self._convert(name, values, lines) for name, values in columns.items()}
         numbers = {name: np.asarray(converted[name], dtype=np.float64) for name in NUMBER_COLUMNS if name in converted}
-        texts = {name: self._pack(name, converted[name], lines) for name in TEXT_COLUMNS if name in converted}
+        texts = {name: self._pack(name, converted[name], lines) for name in converted if name not in NUMBER_COLUMNS}
         line = np.array(lines, dtype=np.int64)
         self._chunks.append(Table((self.file,), np.zeros(1, np.int64), line, self.names, numbers, texts))
 
@@ -149,7 +145,7 @@ class TableBuilder:
                 out.extend(map(self._converters[name], values))
             except ValueError as error:
                 raise self._error(name, lines[len(out)], str(error)) from None
-        if self.prefix and name in PATH_COLUMNS:
+        if self.prefix and name not in (*NUMBER_COLUMNS, "caption"):
             out = [_with_prefix(self.prefix, text) for text in out]
         return out
 
@@ -160,7 +156,7 @@ class TableBuilder:
             raise self._error(name, lines[texts.index(error.object)], f"not a text: {error.object!r}") from None
 
     def _error(self, name: str, line: int, message: str) -> DataError:
-        return DataError(f"{self.file}:{line}: {self.names.get(name) or ' | '.join(ALIASES[name])}: {message}")
+        return DataError(f"{self.file}:{line}: {self.names.get(name) or ' | '.join(self.aliases[name])}: {message}")
 
     def build(self) -> Table:
         """The finished table.
@@ -183,16 +179,20 @@ def _convert_plain(name: str, values: Sequence[Any]) -> Sequence[Any] | NDArray[
         except (ValueError, OverflowError):
             return None
         return numbers if np.all(numbers >= 0) and np.all(numbers < LARGEST) else None
-    if name in TEXT_COLUMNS and kinds == {str} and LIST_SEPARATOR not in "".join(values):
+    if name not in NUMBER_COLUMNS and kinds == {str} and LIST_SEPARATOR not in "".join(values):
         return values if name != "media" or all(map(str.strip, values)) else None
     return None
 
 
-def find_columns(header: Sequence[str]) -> dict[str, int]:
-    """Our column name → position in a header; the first alias wins."""
+def find_columns(header: Sequence[str], known: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Our column name → position in a header; the first alias wins.
+
+    Args:
+        known: our column name → its aliases.
+    """
     position = {name: index for index, name in enumerate(header)}
     found: dict[str, int] = {}
-    for ours, aliases in ALIASES.items():
+    for ours, aliases in known.items():
         present = [position[name] for name in aliases if name in position]
         if present:
             found[ours] = present[0]

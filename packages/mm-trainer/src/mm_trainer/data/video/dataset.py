@@ -7,16 +7,19 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from torch import Tensor
 
+from mm_trainer import registry
+from mm_trainer.contracts.clips import ClipProcessor
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.batch import to_pixels
 from mm_trainer.data.identity import file_digest
 from mm_trainer.data.metadata.formats import read_table
 from mm_trainer.data.report import DataReport
@@ -25,8 +28,7 @@ from mm_trainer.data.video.captions import clean, draw_caption
 from mm_trainer.data.video.clips import ClipIndex
 from mm_trainer.data.video.options import VideoOptions, make_chooser
 from mm_trainer.data.video.reader import MediaError, MediaInfo
-from mm_trainer.data.video.vace import VACE_COLUMNS, load_vace, read_fitted
-from mm_trainer.data.video.view import View, read_view
+from mm_trainer.data.video.view import View, read_fitted, read_view
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import keyed_generator
 
@@ -36,9 +38,9 @@ logger = logging.getLogger(__name__)
 class VideoDataset:
     """Clips shaped into buckets.
 
-    A sample is ``video`` (3, F, H, W) uint8 RGB (see [Note: pixels] in `mm_trainer.data.pixels`), ``caption`` (text)
-    and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With ``processor: vace``, also
-    what `load_vace` adds.
+    A sample is ``video`` (3, F, H, W) uint8 RGB (see [Note: pixels] in `mm_trainer.data.batch`), ``caption`` (text)
+    and, if the model reads text, ``prompt_ids`` and ``prompt_mask`` (L,) int64. With a ``processor``,
+    also what that one adds.
 
     Args:
         config: the ``dataset_param`` section, without ``dataset_type``.
@@ -58,7 +60,11 @@ class VideoDataset:
         self.context = context
         if context.tokenizer is None and context.input_spec.text_length is not None:
             raise DataError("dataset_param: the model reads text, so a tokenizer must be named")
-        self.table = read_table(self.options.data_path, require_caption=context.tokenizer is not None)
+        name = self.options.processor
+        self.processor: ClipProcessor | None = None if name is None else registry.load_clip_processor(name)
+        self.table = read_table(
+            self.options.data_path, require_caption=context.tokenizer is not None, paths=self._columns
+        )
         path = self.options.data_path
         self.folder = self.options.data_folder or (path if path.is_dir() else path.parent)
         self.report = DataReport(rows=len(self.table))
@@ -79,7 +85,15 @@ class VideoDataset:
         if input_spec.text_length is not None and params.get("tokenizer") is None:
             raise DataError("dataset_param.tokenizer: the model reads text, so a tokenizer must be named")
         known = {name: value for name, value in params.items() if name in VideoOptions.model_fields}
-        make_chooser(VideoOptions.model_validate(known), input_spec)
+        options = VideoOptions.model_validate(known)
+        make_chooser(options, input_spec)
+        if options.processor is not None:
+            registry.load_clip_processor(options.processor)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """Further columns of paths."""
+        return () if self.processor is None else tuple(self.processor.columns)
 
     def _assign_buckets(self, clips: ClipIndex) -> None:
         chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
@@ -119,11 +133,12 @@ class VideoDataset:
         return len(self.clips)
 
     def bucket(self, index: int) -> tuple[Any, ...]:
-        """The clip's shape; with VACE also its number of reference images."""
+        """The clip's shape, and what the processor wants to be alike in a micro-batch."""
         bucket = self._buckets[self._bucket_number[index]]
-        if self.options.processor is None:
+        if self.processor is None:
             return bucket
-        return (*bucket, len(self.table.paths("reference", int(self.clips.row[index]))))
+        row = int(self.clips.row[index])
+        return (*bucket, self.processor.group({name: len(self.table.paths(name, row)) for name in self._columns}))
 
     def name(self, index: int) -> str:
         """The file, as the metadata has it."""
@@ -138,32 +153,21 @@ class VideoDataset:
         Raises:
             BadSample: a file can't be read.
         """
-        row = int(self.clips.row[index])
-        info, view = self.clips.info(index), self._draw_view(index, sample_key)
-
-        def read(column: str, path: str) -> NDArray[np.uint8]:
-            aspect = info.width / info.height if column == "media" else None
-            return self._read(row, column, path, lambda file: read_view(file, view, aspect=aspect))
-
-        def read_reference(column: str, path: str) -> NDArray[np.uint8]:
-            return self._read(row, column, path, lambda file: read_fitted(file, view.bucket))
-
-        sample: dict[str, Any] = {
-            "video": torch.from_numpy(read("media", self.table.media(row))),
-            "caption": self._caption(row, sample_key),
-        }
+        row, info = int(self.clips.row[index]), self.clips.info(index)
+        files = _SampleFiles(self, row, self._draw_view(index, sample_key))
+        video = files.read("media", self.table.media(row), aspect=info.width / info.height)
+        sample: dict[str, Any] = {"video": video, "caption": self._caption(row, sample_key)}
         if self.context.tokenizer is not None:
             tokens = self.context.tokenizer([sample["caption"]])
             sample |= {name: values[0] for name, values in tokens.items()}
-        if self.options.processor == "vace":
-            video = to_pixels(sample["video"])
-            sample |= load_vace(self.table, row, video, read=read, read_reference=read_reference)
+        if self.processor is not None:
+            sample |= self.processor.process(video, files)
         return sample
 
     def fingerprint(self, index: int) -> str:
         """Digest of what a sample is made from: its row of the metadata, and its files' sizes, heads and tails."""
         row = int(self.clips.row[index])
-        names = [self.table.media(row), *(path for column in VACE_COLUMNS for path in self.table.paths(column, row))]
+        names = [self.table.media(row), *(path for column in self._columns for path in self.table.paths(column, row))]
         words = [*names, *self.table.captions(row), *(str(values[row]) for values in self.table.numbers.values())]
         digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=16)
         for name in names:
@@ -188,16 +192,34 @@ class VideoDataset:
             flip=flip < self.options.flip,
         )
 
-    def _read(self, row: int, column: str, path: str, reader: Callable[[str], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        file = os.path.join(self.folder, path)
-        try:
-            return reader(file)
-        except MediaError as error:
-            raise BadSample(f"{self.table.where(row, column)}: {file}", str(error)) from error
-
     def _caption(self, row: int, sample_key: int) -> str:
         dropped, choice = draw_caption(self.context.seed, sample_key)
         captions = self.table.captions(row)
         if dropped < self.options.caption_dropout:
             return ""
         return clean(captions[int(choice * len(captions))], self.options.clean_text)
+
+
+@dataclass(frozen=True)
+class _SampleFiles:
+    """The files of one sample, read through its view (a `ClipFiles`)."""
+
+    dataset: VideoDataset
+    row: int
+    view: View
+
+    def paths(self, column: str) -> list[str]:
+        return self.dataset.table.paths(column, self.row)
+
+    def read(self, column: str, path: str, *, aspect: float | None = None) -> Tensor:
+        return self._read(column, path, lambda file: read_view(file, self.view, aspect=aspect))
+
+    def read_whole(self, column: str, path: str) -> Tensor:
+        return self._read(column, path, lambda file: read_fitted(file, self.view.bucket))[:, 0]
+
+    def _read(self, column: str, path: str, reader: Callable[[str], NDArray[np.uint8]]) -> Tensor:
+        file = os.path.join(self.dataset.folder, path)
+        try:
+            return torch.from_numpy(reader(file))
+        except MediaError as error:
+            raise BadSample(f"{self.dataset.table.where(self.row, column)}: {file}", str(error)) from error

@@ -43,8 +43,8 @@ class VideoOptions(Options):
     """Probability of an empty caption."""
     clean_text: TextCleaning | None = None
     """Cleaning before the model's own tokenise step; see `mm_trainer.data.video.captions`."""
-    processor: Literal["vace"] | None = None
-    """``vace`` adds source video, mask and reference images; see `mm_trainer.data.video.vace`."""
+    processor: str | None = None
+    """Name in the entry-point group mm_trainer.clip_processors: adds a model family's own entries to each sample."""
 
 
 def make_chooser(options: VideoOptions, spec: InputSpec) -> FixedBuckets | BudgetBuckets:

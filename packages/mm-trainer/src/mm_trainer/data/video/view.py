@@ -38,3 +38,19 @@ def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> N
     else:
         frames = read_frames(path, view.times, view.crop, aspect=aspect)
     return np.ascontiguousarray(frames[..., ::-1]) if view.flip else frames
+
+
+def read_fitted(path: str | Path, bucket: Bucket) -> NDArray[np.uint8]:
+    """An image as one frame (3, 1, H, W): whole, its aspect kept, in the middle of a white canvas.
+
+    Raises:
+        MediaError: the file can't be read.
+    """
+    image = read_image(path)
+    scale = min(bucket.height / image.shape[0], bucket.width / image.shape[1])
+    height, width = max(1, round(image.shape[0] * scale)), max(1, round(image.shape[1] * scale))
+    top, left = (bucket.height - height) // 2, (bucket.width - width) // 2
+    canvas = np.full((3, 1, bucket.height, bucket.width), 255, dtype=np.uint8)
+    whole = Crop(height, width, top=0, left=0, kept_height=height, kept_width=width)
+    canvas[:, :, top : top + height, left : left + width] = read_still(image, whole)
+    return canvas
