@@ -65,7 +65,7 @@ def test_load_state_dict_dispatches_by_prefix_and_returns_the_incompatible_keys(
 
 
 def test_a_container_opts_out_of_the_root_wrap() -> None:
-    assert make_pair().fully_shard() is True
+    assert make_pair().wraps_root is False
 
 
 def test_forward_without_a_pipeline_says_so() -> None:

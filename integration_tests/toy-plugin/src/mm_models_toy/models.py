@@ -39,19 +39,22 @@ class ToyAutoencoder(BaseModel):
         return patches.reshape(b, c * 4, f, h // 2, w // 2)
 
 
-class ToyTextEncoder(BaseModel):
-    """One embedding table."""
+class TextOptions(Options):
+    """Keys of ``model.models.text_encoder`` that only this model knows."""
 
-    class Options(Options):
-        vocabulary: int = 16
-        width: int = 32
+    vocabulary: int = 16
+    width: int = 32
+
+
+class ToyTextEncoder(BaseModel[TextOptions]):
+    """One embedding table."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(vocabulary, width)
 
     @classmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[TextOptions]) -> Self:
         return cls(spec.options.vocabulary, spec.options.width)
 
     def input_spec(self) -> InputSpec:

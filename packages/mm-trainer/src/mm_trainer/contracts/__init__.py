@@ -6,14 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mm_trainer.contracts.alternation import Alternation
     from mm_trainer.contracts.container import ModelContainer
     from mm_trainer.contracts.dataset import DatasetContext, DatasetFactory, MapDataset
     from mm_trainer.contracts.model import DTYPES, BaseModel, Tokenizer
-    from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample
+    from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample, component
     from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+    from mm_trainer.contracts.step import StepContext
 
 _HOME = {
+    "Alternation": "alternation",
     "BaseModel": "model",
     "DTYPES": "model",
     "DatasetContext": "dataset",
@@ -30,10 +33,13 @@ _HOME = {
     "PerSample": "pipeline",
     "SampleRequest": "sampling",
     "Sampler": "sampling",
+    "StepContext": "step",
     "Tokenizer": "model",
+    "component": "pipeline",
 }
 
 __all__ = [
+    "Alternation",
     "BaseModel",
     "DTYPES",
     "DatasetContext",
@@ -50,7 +56,9 @@ __all__ = [
     "PerSample",
     "SampleRequest",
     "Sampler",
+    "StepContext",
     "Tokenizer",
+    "component",
 ]
 
 
