@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_training import read_checkpoint, trace, train_rank
@@ -26,10 +27,10 @@ class Bare(nn.Module):
         return SimpleNamespace(loss=self.head(self.layer(x).tanh()).square().mean(), note="nothing that we know")
 
 
-def make_bare() -> Bare:
+def make_bare(kind: type[Bare] = Bare) -> Bare:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return Bare()
+        return kind()
 
 
 def rows(rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
@@ -39,11 +40,22 @@ def rows(rank: int, ranks: int) -> Iterator[dict[str, Tensor]]:
         yield {"x": x, "sample_key": torch.tensor([2 * number, 2 * number + 1])}
 
 
-def train_bare(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Weights after `STEPS` steps of `TrainEngine`."""
+class Halved(Bare):
+    """Writes its state in other numbers than it computes with, and reads it back."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value / 2 for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name: 2 * value for name, value in state_dict.items()}, *args, **kwargs)
+
+
+def make_engine(model: Bare, folder: Path) -> Any:
+    from mm_checkpoint import CheckpointManager
     from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, parallelize
     from mm_trainer.config.sections.training import MemoryProfileConfig, ProfileConfig, TrainingConfig
-    from mm_trainer.engine.checkpoint import Progress
+    from mm_trainer.engine.build import BuiltModel
+    from mm_trainer.engine.checkpoint import CheckpointIO, Progress
     from mm_trainer.engine.loop import Services, TrainEngine
     from mm_trainer.engine.signals import RequestWatcher
     from mm_trainer.metrics.profiling import ProfileWindows
@@ -51,8 +63,8 @@ def train_bare(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     from mm_trainer.optim.lr import LearningRate
     from mm_trainer.optim.optimizers import build_optimizers
 
-    model = make_bare()
-    mesh = ParallelMesh.build(MeshSizes(shard=world_size), device_type="cpu")
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = ParallelMesh.build(MeshSizes(shard=ranks), device_type="cpu")
     parallelize(model, mesh=mesh, plan=FSDPPlan(param_dtype="fp32"))
     training = TrainingConfig(
         train_iters=STEPS,
@@ -60,18 +72,20 @@ def train_bare(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         save=folder,
         clip_grad=0,
         weight_decay=0,
-        gradient_accumulation_steps=ACCUMULATE // world_size,
+        gradient_accumulation_steps=ACCUMULATE // ranks,
     )
-    engine = TrainEngine(
+    optimizers = build_optimizers({"": model}, training)
+    manager = CheckpointManager(folder, async_save=False)
+    return TrainEngine(
         model,
-        optimizers=build_optimizers({"": model}, training),
+        optimizers=optimizers,
         mesh=mesh,
         config=training,
         learning_rate=LearningRate(LR, LR, "constant", 0, STEPS),
-        batches=rows(rank, world_size),
+        batches=rows(rank, ranks),
         services=Services(
             data_state=dict,
-            checkpoints=None,
+            checkpoints=CheckpointIO(manager, BuiltModel(model, {}, (), {}), optimizers, resolved_config=""),
             metrics=MetricsWriter([], enabled=False),
             requests=RequestWatcher(None),
             profiles=ProfileWindows(
@@ -80,8 +94,18 @@ def train_bare(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         ),
         progress=Progress(),
     )
-    engine.train()
-    return {name: getattr(t, "full_tensor", lambda t=t: t)().numpy() for name, t in model.state_dict().items()}
+
+
+def whole(model: Bare) -> dict[str, Any]:
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().numpy() for name, p in model.named_parameters()}
+
+
+def train_bare(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights after `STEPS` steps of `TrainEngine`, and those that a fresh model has from the last checkpoint."""
+    model, fresh = make_bare(Halved), make_bare(Halved)
+    make_engine(model, folder).train()
+    make_engine(fresh, folder).services.checkpoints.load(folder / f"iter_{STEPS:07d}")
+    return whole(model), whole(fresh)
 
 
 def reference() -> dict[str, Tensor]:
@@ -101,10 +125,11 @@ def reference() -> dict[str, Tensor]:
 def test_a_bare_module_is_trained(run_ranks: Any, tmp_path: Path, ranks: int) -> None:
     """On two ranks by FSDP2, whose hooks find no tensor in such an output unless it becomes one of ours."""
     expected, start = reference(), make_bare().state_dict()
-    for weights in run_ranks(train_bare, ranks, tmp_path):
+    for weights, loaded in run_ranks(train_bare, ranks, tmp_path):
         for name, value in expected.items():
             assert not torch.equal(value, start[name]), "the reference trains all of them"
             torch.testing.assert_close(torch.from_numpy(weights[name]), value, rtol=1e-5, atol=1e-6)
+            assert np.array_equal(loaded[name], weights[name]), "the checkpoint went through the model's own methods"
 
 
 CONFIG = """

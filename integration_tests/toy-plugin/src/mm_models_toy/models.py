@@ -65,7 +65,8 @@ class ToyTextEncoder(BaseModel[TextOptions]):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L) ids and mask → (B, L, D), zero where the mask is."""
-        return self.table(ids) * mask.unsqueeze(-1)
+        features: Tensor = self.table(ids)
+        return features * mask.unsqueeze(-1)
 
 
 class ToyBlock(nn.Module):
@@ -84,7 +85,8 @@ class ToyBlock(nn.Module):
         normed = F.layer_norm(x, (d,)).to(self.qkv.weight.dtype)
         q, k, v = self.qkv(normed).view(b, s, 3, self.heads, d // self.heads).unbind(2)
         x = x + self.out(shard.attention(q, k, v).reshape(b, s, d)).to(x.dtype)
-        return x + self.ffn(F.layer_norm(x, (d,)).to(self.ffn[0].weight.dtype)).to(x.dtype)
+        mixed: Tensor = self.ffn(F.layer_norm(x, (d,)).to(self.qkv.weight.dtype))
+        return x + mixed.to(x.dtype)
 
 
 class ToyPredictor(BaseModel):
