@@ -29,7 +29,7 @@ def train_and_describe(rank: int, world_size: int, environ: dict[str, str], over
     engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
     with engine.services.metrics:
         engine.train()
-    return {name: all(p.is_meta for p in model.parameters()) for name, model in engine.built.sub_models.items()}
+    return {name: all(p.is_meta for p in model.parameters()) for name, model in engine.model.get_sub_models().items()}
 
 
 @pytest.mark.numeric

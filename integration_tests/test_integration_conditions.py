@@ -55,20 +55,20 @@ def train_and_watch(rank: int, world_size: int, environ: dict[str, str], overrid
     seen, pipeline = Seen(), engine.model.pipeline
     prepare, noising = pipeline.prepare_conditions, pipeline.noising
 
-    def counted(container: Any, batch: Any) -> Any:
+    def counted(components: Any, context: Any, batch: Any) -> Any:
         started = time.perf_counter()
         with count_communication(mesh) as communication:
-            conditions = prepare(container, batch)
+            conditions = prepare(components, context, batch)
         seen.calls += 1
         seen.seconds += time.perf_counter() - started
         seen.gathers += communication.total(kind="all_gather").calls
         return conditions
 
-    def watched(container: Any, conditions: Any, batch: Any) -> Any:
+    def watched(components: Any, context: Any, conditions: Any, batch: Any) -> Any:
         for row, key in enumerate(batch["sample_key"].tolist()):
             seen.features[key] = conditions["context"][row].clone(), conditions["latents"][row].clone()
         seen.prompt_lengths += batch["prompt_mask"].sum(1).tolist()
-        return noising(container, conditions, batch)
+        return noising(components, context, conditions, batch)
 
     pipeline.prepare_conditions, pipeline.noising = counted, watched
     for _ in range(STEPS):

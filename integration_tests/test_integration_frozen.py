@@ -41,7 +41,7 @@ def train_and_compare(rank: int, world_size: int, environ: dict[str, str], overr
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)
     engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
-    models = engine.built.sub_models
+    models = engine.model.get_sub_models()
     before = {name: full_state(model) for name, model in models.items()}
     first_step = engine.progress.step
     with engine.services.metrics:

@@ -40,7 +40,7 @@ def test_two_predictors_without_saying_so_are_refused() -> None:
 def test_each_expert_has_its_own_range(tiny_wan: Path) -> None:
     container = build_container(tiny_wan, BOTH, predictor="transformer")
     assert container.checkpoint_submodels == ("predictor", "predictor_2")
-    assert container.validation_views() == container.checkpoint_submodels
+    assert tuple(container.alternation.views()) == container.checkpoint_submodels
     spec = container.input_spec()
     assert (spec.frame_stride, spec.spatial_multiple, spec.text_length) == (4, 16, 512)
     described = container.pipeline.describe()["experts"]
@@ -48,7 +48,7 @@ def test_each_expert_has_its_own_range(tiny_wan: Path) -> None:
     assert described["predictor_2"]["noise_range"] == [0.0, 0.875]
     assert described["predictor"]["probability"] == pytest.approx(0.301)
     for name, (lo, hi) in (("predictor", (0.875, 1.0)), ("predictor_2", (0.0, 0.875))):
-        container.activate(name)
+        container.pipeline.activate(name)
         sigma = container(**make_batch(tiny_wan, 3)).per_sample.sigma
         assert ((sigma >= lo) & (sigma <= hi)).all()
 
@@ -118,7 +118,7 @@ def run(container: Wan22Container, batch: dict[str, Any], only: str | None = Non
     }
     trained: dict[str, list[int]] = {name: [] for name in optimizers}
     for step in range(STEPS):
-        (name,) = container.activate_for_step(step)
+        (name,) = container.alternation.begin(step)
         if only not in (None, name):
             continue
         container(**{**batch, "sample_key": batch["sample_key"] + 10 * step}).loss.backward()
@@ -156,7 +156,7 @@ def idle_rank(rank: int, world_size: int, folder: Path) -> tuple[list[str], bool
     batch["sample_key"] = batch["sample_key"] + rank
     picks, sharded = [], True
     for step in range(STEPS):
-        picks.extend(container.activate_for_step(step))
+        picks.extend(container.alternation.begin(step))
         container(**batch).loss.backward()
         idle = getattr(container, "predictor_2" if picks[-1] == "predictor" else "predictor")
         sharded &= all(isinstance(p, DTensor) for p in idle.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from wan_helpers import SEED, build_container, make_batch, make_spec
 
 from mm_models_wan.container import Wan22Container
 from mm_models_wan.options import Wan22Options
+from mm_trainer.contracts import StepContext
 from mm_trainer.errors import ConfigError
 from mm_trainer.randomness import keyed_normal, keyed_uniform
 
@@ -92,14 +94,14 @@ def test_fixed_quantiles_fix_sigma(tiny_wan: Path) -> None:
 def test_posterior_samples_are_keyed_by_the_sample(tiny_wan: Path) -> None:
     container = build_container(tiny_wan, Wan22Options(expert="low"))
     batch = make_batch(tiny_wan)
-    mode = container.pipeline.prepare_conditions(container, batch)["latents"]
+    prepare = partial(container.pipeline.prepare_conditions, container.get_sub_models(), StepContext())
+    mode = prepare(batch)["latents"]
     container.ae.do_sample = True
-    drawn = [container.pipeline.prepare_conditions(container, batch)["latents"] for _ in range(2)]
+    drawn = [prepare(batch)["latents"] for _ in range(2)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], mode)
     swapped = {name: value[[1, 0]] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    again = container.pipeline.prepare_conditions(container, swapped)["latents"][[1, 0]]
-    assert_near(again, drawn[0], FP32_BLOCK)
+    assert_near(prepare(swapped)["latents"][[1, 0]], drawn[0], FP32_BLOCK)
 
 
 def test_an_expert_without_a_range_is_warned_about(tiny_wan: Path, caplog: pytest.LogCaptureFixture) -> None:

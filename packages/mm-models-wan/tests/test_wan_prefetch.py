@@ -11,6 +11,7 @@ from wan_helpers import build_container, make_batch
 
 from mm_models_wan.options import Wan22Options
 from mm_parallel import FSDPPlan, MeshSizes, ParallelMesh, parallelize, reset_frozen
+from mm_trainer.contracts import StepContext
 
 PRELOAD = ("diffusers.models.autoencoders.autoencoder_kl_wan", "transformers.models.umt5.modeling_umt5")
 STEPS = 2
@@ -30,7 +31,7 @@ def traced(rank: int, world_size: int, folder: Path, ahead: bool) -> tuple[list[
     plan = FSDPPlan(apply_modules=patterns, ignored_modules=("ae",), param_dtype="fp32")
     mesh = ParallelMesh.build(MeshSizes(shard=world_size))
     parallelize(container, mesh=mesh, plan=plan, sub_models=container.get_sub_models())
-    container.pipeline.cross_submodel_prefetch = ahead
+    container.set_step_context(StepContext(cross_submodel_prefetch=ahead))
     container.ae.register_forward_pre_hook(mark)
     optimizer = torch.optim.SGD(container.predictor.parameters(), lr=0.1)
     batch = make_batch(folder, 1)

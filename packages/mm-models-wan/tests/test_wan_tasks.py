@@ -12,7 +12,7 @@ from wan_helpers import SEED, build_container, make_batch, model_pair
 
 from mm_models_wan.container import Wan22Container
 from mm_models_wan.options import Wan22Options
-from mm_trainer.contracts import NoisedInputs
+from mm_trainer.contracts import NoisedInputs, StepContext
 from mm_trainer.errors import ConfigError
 from mm_trainer.randomness import keyed_normal
 
@@ -22,8 +22,9 @@ TI2V = Wan22Options()
 
 
 def staged(container: Wan22Container, batch: dict[str, Any]) -> NoisedInputs:
-    conditions = container.pipeline.prepare_conditions(container, batch)
-    return container.pipeline.noising(container, conditions, batch)
+    components, context = container.get_sub_models(), StepContext()
+    conditions = container.pipeline.prepare_conditions(components, context, batch)
+    return container.pipeline.noising(components, context, conditions, batch)
 
 
 def reference_features(pipe: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -102,7 +102,7 @@ def make_engine(model: Model, mesh: ParallelMesh, folder: Path, *, save_interval
     manager = CheckpointManager(folder, keep_last=1, async_save=True)
     main_rank = mesh.rank == 0
     return TrainEngine(
-        built,
+        built.model,
         optimizers=optimizers,
         mesh=mesh,
         config=training,

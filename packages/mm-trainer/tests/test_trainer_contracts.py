@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mm_trainer.contracts import BaseModel, InputSpec, ModelContainer, ModelSpec
+from mm_trainer.contracts import BaseModel, InputSpec, ModelContainer, ModelSpec, NoOptions, Options, component
+from mm_trainer.errors import ConfigError
 
 
 class Part(BaseModel):
@@ -65,7 +66,7 @@ def test_load_state_dict_dispatches_by_prefix_and_returns_the_incompatible_keys(
 
 
 def test_a_container_opts_out_of_the_root_wrap() -> None:
-    assert make_pair().fully_shard() is True
+    assert make_pair().wraps_root is False
 
 
 def test_forward_without_a_pipeline_says_so() -> None:
@@ -87,3 +88,41 @@ def test_input_specs_of_chained_models_multiply() -> None:
     spec = make_pair().input_spec()
     assert (spec.frame_stride, spec.spatial_multiple) == (4, 16)
     assert spec.tokens(frames=9, height=32, width=48) == 3 * 2 * 3
+
+
+class Wide(Options):
+    width: int = 1
+
+
+class Narrow(Options):
+    width: int = 2
+
+
+def test_options_are_stated_once_as_the_type_argument() -> None:
+    class Typed(BaseModel[Wide]):
+        """States them."""
+
+    class Heir(Typed):
+        """Keeps them, as a class does that FSDP2 derives."""
+
+    class Container(ModelContainer[Narrow]):
+        """Another contract."""
+
+    assert (Typed.Options, Heir.Options, Container.Options) == (Wide, Wide, Narrow)
+    assert Part.Options is NoOptions
+    with pytest.raises(TypeError, match="Twice: Options and the type argument name two classes"):
+
+        class Twice(BaseModel[Wide]):
+            Options = Narrow
+
+
+def test_a_role_is_checked_where_a_pipeline_asks_for_its_class() -> None:
+    components = make_pair().get_sub_models()
+    assert component(components, "encoder", Part) is components["encoder"]
+
+    class Other(Part):
+        """Not what is there."""
+
+    with pytest.raises(ConfigError, match="the role encoder takes a Other here, got a Part") as info:
+        component(components, "encoder", Other)
+    assert info.value.key == "model.models.encoder.model_id"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelOutput, ModelSpec, Options
+import mm_parallel
+from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelContainer, ModelOutput, ModelSpec, Options
 from mm_trainer.contracts.pipeline import PerSample
 from mm_trainer.randomness import keyed_generator
-from mm_trainer.registry import register_dataset, register_model
+from mm_trainer.registry import register_container, register_dataset, register_model
 
 VOCABULARY, WIDTH, PADDING = 11, 6, 0
 
@@ -94,3 +95,72 @@ class Rows:
         ids = torch.randint(1, VOCABULARY, (5,), generator=generator)
         target = torch.tensor(float("nan")) if sample_key == self.options.poison else ids.float().mean() / VOCABULARY
         return {"ids": ids, "target": target}
+
+
+@dataclass
+class Turns:
+    """Sub-model a in even steps, b in odd ones, and one validation; ``astray``: a rank that takes the other one."""
+
+    astray: bool = False
+
+    def begin(self, step: int) -> tuple[str, ...]:
+        wrong = self.astray and torch.distributed.get_rank() == 1 and step == 2
+        return ("ab"[(step + wrong) % 2],)
+
+    def views(self) -> Iterator[str]:
+        yield ""
+
+
+@register_container("taking_turns")
+class TakingTurns(ModelContainer):
+    """Both sub-models have a gradient in every step; its alternation says which of them is trained."""
+
+    checkpoint_submodels = ("a", "b")
+    alternation = Turns()
+
+    def forward(self, **batch: Any) -> Any:
+        first, second = self.a(**batch), self.b(**batch)
+        return replace(first, loss=first.loss + second.loss)
+
+
+@register_container("going_astray")
+class GoingAstray(TakingTurns):
+    alternation = Turns(astray=True)
+
+
+@register_container("all_at_once")
+class AllAtOnce(TakingTurns):
+    """No alternation, and one FSDP root over both."""
+
+    wraps_root = True
+    alternation = None
+
+
+SAID: list[tuple[str, bool]] = []
+"""What the models below were told about gradient synchronisation, in order."""
+
+
+class OwnSync:
+    """Gradient synchronisation of a model's own: mm-parallel's, written down."""
+
+    def set_is_last_backward(self, value: bool) -> None:
+        SAID.append(("last", value))
+        mm_parallel.set_is_last_backward(self, value)  # type: ignore[arg-type]
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        SAID.append(("sync", value))
+        mm_parallel.set_requires_gradient_sync(self, value)  # type: ignore[arg-type]
+
+    def set_requires_all_reduce(self, value: bool) -> None:
+        SAID.append(("all_reduce", value))
+        mm_parallel.set_requires_all_reduce(self, value)  # type: ignore[arg-type]
+
+
+@register_model("single_own_sync")
+class OwnSyncRegressor(OwnSync, Regressor):
+    """On several ranks FSDP2 puts methods of the same names before these."""
+
+
+@register_container("own_sync")
+class OwnSyncContainer(OwnSync, AllAtOnce):
+    wraps_root = False

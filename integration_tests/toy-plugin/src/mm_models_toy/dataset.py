@@ -12,18 +12,21 @@ from mm_trainer.contracts import DatasetContext, Options
 from mm_trainer.randomness import keyed_generator
 
 
+class SquaresOptions(Options):
+    """Keys of ``data.dataset_param``."""
+
+    samples: int = 16
+    frames: int = 3
+    size: int = 8
+
+
 class MovingSquares:
     """Sample i shows a square of colour i mod 4; its height is drawn anew each time the sample comes up."""
 
-    class Options(Options):
-        """Keys of ``data.dataset_param``."""
-
-        samples: int = 16
-        frames: int = 3
-        size: int = 8
+    Options = SquaresOptions
 
     def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
-        self.options = self.Options.model_validate(config)
+        self.options = SquaresOptions.model_validate(config)
         self._context = context
 
     def __len__(self) -> int:

@@ -39,19 +39,22 @@ class ToyAutoencoder(BaseModel):
         return patches.reshape(b, c * 4, f, h // 2, w // 2)
 
 
-class ToyTextEncoder(BaseModel):
-    """One embedding table."""
+class TextOptions(Options):
+    """Keys of ``model.models.text_encoder`` that only this model knows."""
 
-    class Options(Options):
-        vocabulary: int = 16
-        width: int = 32
+    vocabulary: int = 16
+    width: int = 32
+
+
+class ToyTextEncoder(BaseModel[TextOptions]):
+    """One embedding table."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(vocabulary, width)
 
     @classmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[TextOptions]) -> Self:
         return cls(spec.options.vocabulary, spec.options.width)
 
     def input_spec(self) -> InputSpec:
@@ -62,7 +65,8 @@ class ToyTextEncoder(BaseModel):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L) ids and mask → (B, L, D), zero where the mask is."""
-        return self.table(ids) * mask.unsqueeze(-1)
+        features: Tensor = self.table(ids)
+        return features * mask.unsqueeze(-1)
 
 
 class ToyBlock(nn.Module):
@@ -81,7 +85,8 @@ class ToyBlock(nn.Module):
         normed = F.layer_norm(x, (d,)).to(self.qkv.weight.dtype)
         q, k, v = self.qkv(normed).view(b, s, 3, self.heads, d // self.heads).unbind(2)
         x = x + self.out(shard.attention(q, k, v).reshape(b, s, d)).to(x.dtype)
-        return x + self.ffn(F.layer_norm(x, (d,)).to(self.ffn[0].weight.dtype)).to(x.dtype)
+        mixed: Tensor = self.ffn(F.layer_norm(x, (d,)).to(self.qkv.weight.dtype))
+        return x + mixed.to(x.dtype)
 
 
 class ToyPredictor(BaseModel):

@@ -2,47 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from mm_models_wan.modules.predictor import WanPredictor
 from mm_models_wan.options import PREDICTORS, TASKS, Wan22Options
+from mm_models_wan.pipeline import WanPipeline
 from mm_models_wan.sampling import WanSampler
 from mm_models_wan.weights.release import expert_of
-from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec
-from mm_trainer.contracts import Options as BaseOptions
+from mm_trainer.contracts import BaseModel, GenerativePipeline, InputSpec, ModelContainer, ModelSpec, component
 from mm_trainer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mm_models_wan.modules.predictor import WanPredictor
-    from mm_models_wan.pipeline import WanPipeline
 
-
-class Wan22Container(ModelContainer):
-    """Roles ``ae``, ``text_encoder``, ``predictor`` and, with ``expert: both``, ``predictor_2``.
-
-    [Note: two experts in one run] One optimizer step trains one expert, drawn with the natural probability of its noise
-    range and keyed by (seed, step), so that all ranks and micro-steps agree. Before a step's first micro-batch the
-    engine calls :meth:`activate_for_step` and steps the optimizer of the sub-model that it names; the other one
-    runs neither forward nor backward, so its gradients stay None and its parameters sharded.
+@dataclass(frozen=True)
+class ExpertAlternation:
+    """[Note: two experts in one run] One optimizer step trains one expert, drawn with the natural probability of its
+    noise range and keyed by (seed, step), so that all ranks and micro-steps agree. The other one runs neither forward
+    nor backward, so its gradients stay None and its parameters sharded. Each is validated in its own noise range.
     """
 
-    Options = Wan22Options
+    pipeline: WanPipeline
+
+    def begin(self, step: int) -> Sequence[str]:
+        """Draw the predictor that the next step trains, after ``step`` finished ones."""
+        name = self.pipeline.draw_predictor(step)
+        self.pipeline.activate(name)
+        return (name,)
+
+    def views(self) -> Iterator[str]:
+        """Both experts in turn."""
+        for name in self.pipeline.schedules:
+            self.pipeline.activate(name)
+            yield name
+
+
+class Wan22Container(ModelContainer[Wan22Options]):
+    """Roles ``ae``, ``text_encoder``, ``predictor`` and, with ``expert: both``, ``predictor_2``, between which
+    `ExpertAlternation` alternates.
+    """
+
     checkpoint_submodels: tuple[str, ...] = ("predictor",)
     pipeline_id: ClassVar[str | None] = "wan2_2"
     sampler = WanSampler
     condition_options: ClassVar[tuple[str, ...] | None] = ("last_frame",)
 
     def __init__(self, components: Mapping[str, BaseModel], pipeline: GenerativePipeline | None = None) -> None:
+        if not isinstance(pipeline, WanPipeline):
+            raise ConfigError(
+                f"{type(self).__name__} needs a WanPipeline, got {type(pipeline).__name__}", key="model.pipeline"
+            )
         self.checkpoint_submodels = tuple(name for name in PREDICTORS if name in components)
         super().__init__(components, pipeline)
+        self._schedules = pipeline.schedules
+        if len(self.checkpoint_submodels) > 1:
+            self.alternation = ExpertAlternation(pipeline)
 
     @classmethod
     def checkpointed(cls, specs: Mapping[str, ModelSpec]) -> tuple[str, ...]:
         return tuple(name for name in PREDICTORS if name in specs)
 
     @classmethod
-    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: BaseOptions, task: str | None) -> None:
-        assert isinstance(options, Wan22Options)
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Wan22Options, task: str | None) -> None:
         if task not in TASKS:
             raise ConfigError(f"task {task!r} is not one of: {', '.join(TASKS)}", key="model.task")
         if options.last_frame and task != "i2v":
@@ -70,28 +91,10 @@ class Wan22Container(ModelContainer):
 
     def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
         """The high-noise expert, or the only transformer, is ``transformer``; the low-noise one ``transformer_2``."""
-        schedules, models = self._wan_pipeline.schedules, self.get_sub_models()
-        predictors = {name: cast("WanPredictor", models[name]) for name in self.checkpoint_submodels}
+        models = self.get_sub_models()
+        predictors = {name: component(models, name, WanPredictor) for name in self.checkpoint_submodels}
         experts = {
-            name: expert_of(schedules[name].noise_range, predictor.release, predictor.architecture.in_channels)
+            name: expert_of(self._schedules[name].noise_range, predictor.release, predictor.architecture.in_channels)
             for name, predictor in predictors.items()
         }
         return {name: "transformer_2" if expert == "low" else "transformer" for name, expert in experts.items()}
-
-    def activate_for_step(self, step: int) -> Sequence[str]:
-        """Choose the predictor that the next step trains, after ``step`` finished ones; forwards use it from now on."""
-        name = self._wan_pipeline.draw_predictor(step)
-        self.activate(name)
-        return (name,)
-
-    def validation_views(self) -> Sequence[str]:
-        """The two experts, where there are two: each is validated in its own noise range."""
-        return self.checkpoint_submodels if len(self.checkpoint_submodels) > 1 else ()
-
-    def activate(self, name: str) -> None:
-        """Use this predictor, and its noise range, from now on."""
-        self._wan_pipeline.activate(name)
-
-    @property
-    def _wan_pipeline(self) -> WanPipeline:
-        return cast("WanPipeline", self.pipeline)

@@ -6,7 +6,7 @@ from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from mm_models_wan.modules.predictor import WanPredictor
 from mm_models_wan.modules.vae import WanVideoVAE
 from mm_models_wan.noise import build_schedules
 from mm_models_wan.options import PREDICTORS, Wan22Options
-from mm_trainer.contracts import BaseModel, ModelContainer, ModelOutput, NoisedInputs, Options
-from mm_trainer.contracts.pipeline import Batch, Conditions
+from mm_trainer.contracts import ModelOutput, NoisedInputs, StepContext, component
+from mm_trainer.contracts.pipeline import Batch, Components, Conditions
 from mm_trainer.errors import ConfigError
-from mm_trainer.pipelines.flow_match import FlowMatchPipeline
+from mm_trainer.pipelines.flow_match import FlowMatching
 from mm_trainer.pipelines.schedule import NoiseSchedule
 from mm_trainer.randomness import keyed_normal, keyed_uniform
 
 
-class WanPipeline(FlowMatchPipeline):
+class WanPipeline(FlowMatching[Wan22Options]):
     """Task t2v, and the base of the other tasks.
 
     Args:
@@ -40,14 +40,12 @@ class WanPipeline(FlowMatchPipeline):
         self.last_frame = last_frame
 
     @classmethod
-    def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
-        if not isinstance(options, Wan22Options):
-            raise TypeError(f"{cls.__qualname__} needs the options of Wan22Container, got {type(options)}")
+    def build(cls, *, options: Wan22Options, components: Components, task: str | None, seed: int) -> Self:
         chosen = next((kind for kind in (cls, *cls.__subclasses__()) if kind.task == task), None)
         if chosen is None:
             raise ConfigError(f"task {task!r} is not one of this pipeline's", key="model.task")
-        ae = cast(WanVideoVAE, components["ae"])
-        predictors = {name: cast(WanPredictor, components[name]) for name in PREDICTORS if name in components}
+        ae = component(components, "ae", WanVideoVAE)
+        predictors = {name: component(components, name, WanPredictor) for name in PREDICTORS if name in components}
         for name, predictor in predictors.items():
             chosen.check_weights(name, predictor, ae)
         return chosen(build_schedules(options, predictors), seed=seed, last_frame=options.last_frame)
@@ -101,11 +99,10 @@ class WanPipeline(FlowMatchPipeline):
     # --- stages --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
-        components = container.get_sub_models()
-        self.prefetch(components["text_encoder"])
-        conditions = self.encode_video(cast(WanVideoVAE, components["ae"]), batch)
-        self.prefetch(components[self.predictor_role])
+    def prepare_conditions(self, components: Components, context: StepContext, batch: Batch) -> Conditions:
+        context.prefetch(components["text_encoder"])
+        conditions = self.encode_video(component(components, "ae", WanVideoVAE), batch)
+        context.prefetch(components[self.predictor_role])
         conditions["context"] = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
         return conditions
 
@@ -161,8 +158,8 @@ class ImageToVideoPipeline(WanPipeline):
             conditions["image_embeds"] = batch["image_embeds"]
         return conditions
 
-    def predict(self, container: ModelContainer, inputs: NoisedInputs) -> Tensor:
-        predictor = container.get_sub_models()[self.predictor_role]
+    def predict(self, components: Components, context: StepContext, inputs: NoisedInputs) -> Tensor:
+        predictor = components[self.predictor_role]
         conditions = inputs.conditions
         model_input = torch.cat([inputs.noised, conditions["image"]], dim=1)
         prediction: Tensor = predictor(
@@ -197,14 +194,15 @@ class CleanFirstFramePipeline(WanPipeline):
             latents[:, :, :1] = ae(batch["video"][:, :, :1])
         return {"latents": latents}
 
-    def noising(self, container: ModelContainer, conditions: Conditions, batch: Batch) -> NoisedInputs:
-        inputs = super().noising(container, conditions, batch)
+    def noising(
+        self, components: Components, context: StepContext, conditions: Conditions, batch: Batch
+    ) -> NoisedInputs:
+        inputs = super().noising(components, context, conditions, batch)
         clean = conditions["latents"].float()
         frames = clean.shape[2]
         if frames < 2:
             raise ValueError("task ti2v needs clips of more than one latent frame: the first one is given")
-        predictor = cast(WanPredictor, container.get_sub_models()[self.predictor_role])
-        patch = predictor.architecture.patch_size[1]
+        patch = component(components, self.predictor_role, WanPredictor).architecture.patch_size[1]
         tokens_per_frame = (clean.shape[3] // patch) * (clean.shape[4] // patch)
         per_frame = inputs.timestep[:, None].repeat(1, frames)
         per_frame[:, 0] = 0

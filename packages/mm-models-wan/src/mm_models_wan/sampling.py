@@ -57,8 +57,6 @@ class WanSampler(Sampler[WanSamplerOptions]):
         options: see `WanSamplerOptions`.
     """
 
-    Options = WanSamplerOptions
-
     def __init__(
         self,
         folder: str | Path,

@@ -40,7 +40,7 @@ class PredictorOptions(Options):
     keeps of every block."""
 
 
-class WanPredictor(BaseModel):
+class WanPredictor(BaseModel[PredictorOptions]):
     """Predicts v = ε − x0 from noised latents, timestep and text.
 
     Parameter names are those of the original release; the key map ``wan2_2`` translates diffusers' files. Numbers:
@@ -52,7 +52,6 @@ class WanPredictor(BaseModel):
         release: what is known of the model beyond its shapes (expert, boundary).
     """
 
-    Options = PredictorOptions
     key_map = "wan2_2"
     architectures: ClassVar[Any] = ARCHITECTURES
 
@@ -102,7 +101,7 @@ class WanPredictor(BaseModel):
         return {"_class_name": DIFFUSERS_CLASS, **shapes, "patch_size": list(shapes["patch_size"])}
 
     @classmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[PredictorOptions]) -> Self:
         key = f"model.models.{spec.name}"
         if spec.attn_implementation not in (None, "sdpa"):
             raise ConfigError(
@@ -114,7 +113,6 @@ class WanPredictor(BaseModel):
             architecture = WanArchitecture.parse(cls.read_architecture(spec))
         except ValueError as error:
             raise ConfigError(f"not the shapes of a Wan transformer: {error}", key=key) from error
-        assert isinstance(spec.options, PredictorOptions)
         return cls(architecture, residual_dtype=spec.options.residual_dtype, release=read_release(spec))
 
     def forward(self, noised: Tensor, timestep: Tensor, context: Tensor, image_embeds: Tensor | None = None) -> Tensor:

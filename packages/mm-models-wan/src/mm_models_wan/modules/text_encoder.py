@@ -30,7 +30,7 @@ class TextEncoderOptions(Options):
     """Positions that prompts are padded or cut to. Released Wan models were trained with 512."""
 
 
-class UMT5TextEncoder(BaseModel):
+class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
     """Wraps ``transformers.UMT5EncoderModel``; features are zero past each prompt's own end.
 
     Args:
@@ -39,7 +39,6 @@ class UMT5TextEncoder(BaseModel):
         attn_implementation: of transformers (``sdpa``, ``eager``); None leaves the choice to it.
     """
 
-    Options = TextEncoderOptions
     architectures: ClassVar[Any] = UMT5_ARCHITECTURES
 
     def __init__(
@@ -60,7 +59,7 @@ class UMT5TextEncoder(BaseModel):
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
 
     @classmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[TextEncoderOptions]) -> Self:
         config = cls.read_architecture(spec)
         key = f"model.models.{spec.name}"
         if config.get("model_type", "umt5") != "umt5":
@@ -73,7 +72,6 @@ class UMT5TextEncoder(BaseModel):
                 f"attn_implementation of a UMT5 is sdpa or eager, got {spec.attn_implementation!r}",
                 key=f"{key}.attn_implementation",
             )
-        assert isinstance(spec.options, TextEncoderOptions)
         return cls(config, text_length=spec.options.text_length, attn_implementation=spec.attn_implementation)
 
     def weight_root(self) -> nn.Module:
@@ -116,8 +114,7 @@ class UMT5TextEncoder(BaseModel):
         return InputSpec(text_length=self.text_length)
 
     @classmethod
-    def build_tokenizer(cls, path: str, spec: ModelSpec) -> Tokenizer:
-        assert isinstance(spec.options, TextEncoderOptions)
+    def build_tokenizer(cls, path: str, spec: ModelSpec[TextEncoderOptions]) -> Tokenizer:
         return PromptTokenizer(path, spec.options.text_length)
 
 

@@ -25,7 +25,7 @@ class VAEOptions(Options):
     """Work on one clip of the batch at a time."""
 
 
-class WanVideoVAE(BaseModel):
+class WanVideoVAE(BaseModel[VAEOptions]):
     """Wraps ``diffusers.AutoencoderKLWan`` (2.1: stride (4, 8, 8), 16 channels; 2.2-5B: (4, 16, 16), 48 channels).
 
     Latents are normalised per channel by the ``latents_mean`` and ``latents_std`` of the VAE's own config. Encoding and
@@ -36,7 +36,6 @@ class WanVideoVAE(BaseModel):
         options: see `VAEOptions`.
     """
 
-    Options = VAEOptions
     architectures: ClassVar[Any] = VAE_ARCHITECTURES
 
     def __init__(self, config: dict[str, Any], options: VAEOptions | None = None) -> None:
@@ -59,7 +58,7 @@ class WanVideoVAE(BaseModel):
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
 
     @classmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[VAEOptions]) -> Self:
         config = cls.read_architecture(spec)
         made_by = config.get("_class_name", "AutoencoderKLWan")
         if made_by != "AutoencoderKLWan":
@@ -67,7 +66,6 @@ class WanVideoVAE(BaseModel):
                 f"the weights are an {made_by}, {cls.__name__} needs an AutoencoderKLWan",
                 key=f"model.models.{spec.name}.from_pretrained",
             )
-        assert isinstance(spec.options, VAEOptions)
         model = cls(config, spec.options)
         settled = model.model.config
         if {len(settled.latents_mean), len(settled.latents_std)} != {settled.z_dim}:

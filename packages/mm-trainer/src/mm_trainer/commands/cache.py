@@ -14,6 +14,7 @@ from mm_parallel import ParallelMesh, reset_frozen
 from mm_trainer.commands.train import frozen_names
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, resolve
 from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.step import StepContext
 from mm_trainer.data.batch import to_device
 from mm_trainer.data.cache.recipe import make_cache
 from mm_trainer.data.cache.writer import CacheReport
@@ -76,7 +77,7 @@ def write_caches(
 
     @torch.no_grad()
     def encode(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        conditions = pipeline.prepare_conditions(container, to_device(batch, mesh.device))
+        conditions = pipeline.prepare_conditions(built.sub_models, StepContext(), to_device(batch, mesh.device))
         for name in encoders:
             reset_frozen(built.sub_models[name])
         return {name: value.cpu() for name, value in conditions.items()}

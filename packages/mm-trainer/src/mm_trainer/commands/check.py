@@ -115,13 +115,11 @@ def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:
 def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     """Resolve every pattern of the configuration against the model's names."""
     from mm_parallel import FieldError, check_features, resolve_plan
-    from mm_trainer.contracts import ModelContainer
     from mm_trainer.optim.optimizers import check_optimizer
 
     model = built.model
-    opted_out = isinstance(model, ModelContainer) and model.fully_shard()
     try:
-        resolve_plan(model, config.parallel.fsdp_plan, built.sub_models if opted_out else None)
+        resolve_plan(model, config.parallel.fsdp_plan, built.roots)
     except FieldError as error:
         raise from_value_error(config.document, error, ("parallel", "fsdp_plan")) from error
     try:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -18,6 +17,8 @@ from mm_parallel import ParallelMesh
 from mm_trainer.commands.env import environment_report
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
 from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.pipeline import Conditions
+from mm_trainer.contracts.step import StepContext
 from mm_trainer.data import BatchLoader, build_loader, build_validation
 from mm_trainer.data.batch import Batch, to_device
 from mm_trainer.engine.build import BuiltModel, build_model
@@ -31,6 +32,7 @@ from mm_trainer.launch.process import pick_device, process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
 from mm_trainer.metrics.profiling import ProfileWindows
 from mm_trainer.metrics.sinks import open_sinks
+from mm_trainer.metrics.timing import PhaseTimer
 from mm_trainer.metrics.window import memory_figures
 from mm_trainer.metrics.writer import MetricsWriter
 from mm_trainer.optim.ema import WeightAverage
@@ -97,8 +99,10 @@ def make_engine(
         resuming=resume_from is not None or warm_start is not None,
         unused=frozen_names(bound) if config.data.cache is not None else (),
     )
-    if isinstance(built.model, ModelContainer) and built.model.pipeline is not None:
-        built.model.pipeline.cross_submodel_prefetch = config.parallel.fsdp_plan.cross_submodel_prefetch
+    timer = PhaseTimer(mesh.device)
+    context = StepContext(timer.phase, cross_submodel_prefetch=config.parallel.fsdp_plan.cross_submodel_prefetch)
+    if isinstance(built.model, ModelContainer):
+        built.model.set_step_context(context)
     optimizers = build_optimizers(built.trainable, training)
     ema = _make_ema(built, training)
     resolved_text = dump_resolved(bound.config)  # with the plugins' own keys settled too
@@ -144,16 +148,18 @@ def make_engine(
             else None
         ),
         describe_sample=loader.describe,
-        stepping=Stepping(built.model if isinstance(built.model, ModelContainer) else None),
+        stepping=Stepping(built.model.alternation if isinstance(built.model, ModelContainer) else None),
+        timer=timer,
         ema=ema,
     )
     return TrainEngine(
-        built,
+        built.model,
+        frozen=built.frozen,
         optimizers=optimizers,
         mesh=mesh,
         config=training,
         learning_rate=learning_rate,
-        batches=_batches(loader, built, config, mesh),
+        batches=_batches(loader, built, config, mesh, context),
         services=services,
         progress=progress,
         last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
@@ -220,20 +226,22 @@ def _make_profiles(
     )
 
 
-def _batches(loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mesh: ParallelMesh) -> Iterator[Batch]:
+def _batches(
+    loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mesh: ParallelMesh, context: StepContext
+) -> Iterator[Batch]:
     training = config.training
     if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
         return iter(loader)
-    pipeline: Any = getattr(built.model, "pipeline", None)
+    pipeline = built.model.pipeline if isinstance(built.model, ModelContainer) else None
     if pipeline is None:
         raise ConfigError(
             "conditions are made by a container's pipeline, and this model has none: leave it at 1",
             key="training.condition_mbs",
         )
 
-    def prepare(batch: Batch) -> Any:
-        with pipeline.phase("conditions"):
-            return pipeline.prepare_conditions(built.model, to_device(batch, mesh.device))
+    def prepare(batch: Batch) -> Conditions:
+        with context.phase("conditions"):
+            return pipeline.prepare_conditions(built.sub_models, context, to_device(batch, mesh.device))
 
     group = mesh.context_parallel().group
     return iter(ConditionBatcher(loader, prepare, every=training.condition_mbs, context_group=group))

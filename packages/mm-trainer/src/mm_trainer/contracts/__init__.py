@@ -6,16 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mm_trainer.contracts.alternation import Alternation
     from mm_trainer.contracts.clips import ClipFiles, ClipProcessor
     from mm_trainer.contracts.container import ModelContainer
     from mm_trainer.contracts.dataset import DatasetContext, DatasetFactory, MapDataset
     from mm_trainer.contracts.model import DTYPES, BaseModel, Tokenizer
     from mm_trainer.contracts.optimizer import OptimizerFactory, OptimizerRequest, ShardedOptimizer
-    from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample
+    from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample, component
     from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
+    from mm_trainer.contracts.step import StepContext
 
 _HOME = {
+    "Alternation": "alternation",
     "BaseModel": "model",
     "ClipFiles": "clips",
     "ClipProcessor": "clips",
@@ -37,10 +40,13 @@ _HOME = {
     "SampleRequest": "sampling",
     "Sampler": "sampling",
     "ShardedOptimizer": "optimizer",
+    "StepContext": "step",
     "Tokenizer": "model",
+    "component": "pipeline",
 }
 
 __all__ = [
+    "Alternation",
     "BaseModel",
     "ClipFiles",
     "ClipProcessor",
@@ -62,7 +68,9 @@ __all__ = [
     "SampleRequest",
     "Sampler",
     "ShardedOptimizer",
+    "StepContext",
     "Tokenizer",
+    "component",
 ]
 
 

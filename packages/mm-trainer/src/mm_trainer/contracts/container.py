@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from mm_checkpoint import resolve_source
-from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
+from mm_trainer.contracts.alternation import Alternation
 from mm_trainer.contracts.model import BaseModel, Tokenizer
+from mm_trainer.contracts.options import TakesOptions
 from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput
 from mm_trainer.contracts.sampling import Sampler
-from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
-from mm_trainer.contracts.spec import Options as BaseOptions
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, OptionsT
+from mm_trainer.contracts.step import StepContext
 
 
-class ModelContainer(nn.Module):
+class ModelContainer(nn.Module, TakesOptions[OptionsT]):
     """Base class of containers; registered under the entry-point group ``mm_trainer.containers``.
 
     Components are plain attributes, so module names are flat (``predictor.blocks.0``) and patterns of the
     configuration match them directly.
 
-    A subclass must declare :attr:`checkpoint_submodels`; it may declare the others.
+    A subclass must declare :attr:`checkpoint_submodels`; it may declare the others. One with keys of its own derives
+    from ``ModelContainer[MyOptions]``. One that brings its own gradient synchronisation defines the three methods of
+    `mm_trainer.engine.sync.GradientSync`.
     """
 
-    Options: ClassVar[type[BaseOptions]] = NoOptions
     checkpoint_submodels: tuple[str, ...]
     """Components whose weights go into a checkpoint: all that are trained."""
     pipeline_id: ClassVar[str | None] = None
@@ -34,6 +36,11 @@ class ModelContainer(nn.Module):
     condition_options: ClassVar[tuple[str, ...] | None] = None
     """Those of the options that change what the frozen encoders make, so that a cache made with others is stale; None:
     all of them."""
+    wraps_root: ClassVar[bool] = False
+    """True: the container is one FSDP root. False: it isn't wrapped, and every sub-model is a root of its own."""
+    alternation: Alternation | None = None
+    """Which sub-models a step trains, and what is validated; None: every step trains all that have something to train,
+    and there is one validation."""
 
     sampler: ClassVar[type[Sampler[Any]] | None] = None
     """Makes clips from pipeline folders; optional."""
@@ -44,6 +51,7 @@ class ModelContainer(nn.Module):
             setattr(self, name, component)
         self._component_names = tuple(components)
         self.pipeline = pipeline
+        self._step_context = StepContext()
         if not hasattr(type(self), "checkpoint_submodels"):
             raise TypeError(f"{type(self).__qualname__} must declare checkpoint_submodels")
         unknown = [name for name in self.checkpoint_submodels if name not in components]
@@ -56,16 +64,12 @@ class ModelContainer(nn.Module):
         return cls.checkpoint_submodels
 
     @classmethod
-    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: BaseOptions, task: str | None) -> None:
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: OptionsT, task: str | None) -> None:
         """Check what only this container can know (roles present, task known); raise `ConfigError`."""
 
     def get_sub_models(self) -> dict[str, BaseModel]:
         """Name → component, in the order of the configuration."""
         return {name: getattr(self, name) for name in self._component_names}
-
-    def fully_shard(self) -> bool:
-        """True: the container itself is not wrapped; every sub-model becomes an FSDP root of its own."""
-        return True
 
     def train(self, mode: bool = True) -> Self:
         """Switch the components that have something to train; frozen ones stay in eval (their dropout stays off)."""
@@ -78,26 +82,11 @@ class ModelContainer(nn.Module):
         """Delegate to the pipeline."""
         if self.pipeline is None:
             raise NotImplementedError(f"{type(self).__qualname__} has no pipeline and doesn't override forward")
-        return self.pipeline.forward(self, **batch)
+        return self.pipeline.forward(self.get_sub_models(), self._step_context, **batch)
 
-    def activate_for_step(self, step: int) -> Sequence[str]:
-        """Choose what the optimizer step after ``step`` finished ones trains; forwards use it until the next call.
-
-        The choice must be a function of (seed, step), so that all ranks and all micro-batches agree. By default every
-        component that has something to train is trained by every step.
-
-        Returns:
-            names of the components whose optimizers are stepped.
-        """
-        return [n for n, c in self.get_sub_models().items() if any(p.requires_grad for p in c.parameters())]
-
-    def validation_views(self) -> Sequence[str]:
-        """Names to validate one after the other, each made current by `activate`; none: one validation as it is."""
-        return ()
-
-    def activate(self, name: str) -> None:
-        """Make one of `validation_views` current."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no views to choose from")
+    def set_step_context(self, context: StepContext) -> None:
+        """Take what the engine lends the pipeline's stages; handed on by every forward."""
+        self._step_context = context
 
     def input_spec(self) -> InputSpec:
         """What the components, chained, ask of a clip; override it where two of them stand beside each other."""
@@ -113,17 +102,6 @@ class ModelContainer(nn.Module):
         if len(found) > 1:
             raise TypeError(f"{cls.__qualname__}: several components tokenise; override build_tokenizer")
         return found[0] if found else None
-
-    # --- gradient synchronisation (assumption 2 of the engine) ----------------------------------------------------
-
-    def set_is_last_backward(self, value: bool) -> None:
-        set_is_last_backward(self, value)
-
-    def set_requires_gradient_sync(self, value: bool) -> None:
-        set_requires_gradient_sync(self, value)
-
-    def set_requires_all_reduce(self, value: bool) -> None:
-        set_requires_all_reduce(self, value)
 
     # --- checkpoint (assumption 3 of the engine) --------------------------------------------------------------------
 

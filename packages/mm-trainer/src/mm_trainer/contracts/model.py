@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
 from mm_parallel import ContextParallel, KeyedInitializer
-from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions
-from mm_trainer.contracts.spec import Options as BaseOptions
+from mm_trainer.contracts.options import TakesOptions
+from mm_trainer.contracts.spec import InputSpec, ModelSpec, OptionsT
 from mm_trainer.errors import ConfigError
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,7 +21,7 @@ Tokenizer = Callable[[Sequence[str]], dict[str, Tensor]]
 """Picklable (it travels to data workers): prompts → ``{"prompt_ids": (B, L) int64, "prompt_mask": (B, L) int64}``."""
 
 
-class BaseModel(nn.Module):
+class BaseModel(nn.Module, TakesOptions[OptionsT]):
     """Base class of every sub-model; registered under the entry-point group ``mm_trainer.models``.
 
     The framework calls, in this order (see [Note: build order] in `mm_trainer.engine.build`):
@@ -33,9 +33,10 @@ class BaseModel(nn.Module):
 
     A forward casts its floating inputs to ``weight.dtype`` inside the unit that owns the weight, since FSDP2 is told
     not to (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well).
+
+    A model with keys of its own derives from ``BaseModel[MyOptions]``; its ``spec.options`` is then a ``MyOptions``.
     """
 
-    Options: ClassVar[type[BaseOptions]] = NoOptions
     key_map: ClassVar[str | None] = None
     """Name of the registered key map between weight files and this model's own names; None: the names are equal."""
     architectures: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -51,7 +52,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, spec: ModelSpec) -> Self:
+    def from_config(cls, spec: ModelSpec[OptionsT]) -> Self:
         """Build the structure only; called with parameters going to meta. Shapes: :meth:`read_architecture`."""
         raise NotImplementedError(f"{cls.__qualname__} doesn't implement from_config")
 
@@ -159,7 +160,7 @@ class BaseModel(nn.Module):
         self.context_parallel = context_parallel
 
     @classmethod
-    def build_tokenizer(cls, path: str, spec: ModelSpec) -> Tokenizer | None:
+    def build_tokenizer(cls, path: str, spec: ModelSpec[OptionsT]) -> Tokenizer | None:
         """The tokenise step of a text encoder, reference cleaning included; None for every other model.
 
         Args:

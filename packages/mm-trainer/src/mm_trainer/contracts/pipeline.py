@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
-from mm_parallel import prefetch
 from mm_trainer.contracts.model import BaseModel
-from mm_trainer.contracts.spec import Options
-from mm_trainer.errors import InputError
-
-if TYPE_CHECKING:
-    from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.options import TakesOptions
+from mm_trainer.contracts.spec import Options as BaseOptions
+from mm_trainer.contracts.spec import OptionsT
+from mm_trainer.contracts.step import StepContext
+from mm_trainer.errors import ConfigError, InputError
 
 Batch = dict[str, Any]
 """A micro-batch: tensors and lists by name, nested in mappings at most."""
 Conditions = Mapping[str, Tensor]
+Components = Mapping[str, BaseModel]
+"""Role → sub-model."""
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def component(components: Components, role: str, kind: type[ModelT]) -> ModelT:
+    """The sub-model in a role, as the class that a pipeline was written for.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    model = components[role]
+    if not isinstance(model, kind):
+        raise ConfigError(
+            f"the role {role} takes a {kind.__name__} here, got a {type(model).__name__}",
+            key=f"model.models.{role}.model_id",
+        )
+    return model
 
 
 @dataclass(frozen=True)
@@ -82,22 +99,25 @@ class NoisedInputs:
     """What `prepare_conditions` returned."""
 
 
-class GenerativePipeline(ABC):
+# FSDP2 looks for tensors in what a root's forward returns, by pytree, and prepares a backward only where it finds some.
+register_dataclass(PerSample)
+register_dataclass(ModelOutput)
+
+
+class GenerativePipeline(ABC, TakesOptions[OptionsT]):
     """Owns data flow, not components: a plain object that the container delegates its forward to.
 
-    Components are called through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn
-    from ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
+    Every stage is handed the components and a `StepContext`; a pipeline knows no container. Components are called
+    through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn from
+    ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
     """
 
-    cross_submodel_prefetch = False
-    """``parallel.fsdp_plan.cross_submodel_prefetch``; set by the framework."""
-    phase: Callable[[str], AbstractContextManager[None]] = staticmethod(lambda name: nullcontext())
-    """Times a named part of a step; set by the engine."""
-    _inside_forward = False
+    Options: ClassVar[type[BaseOptions]] = BaseOptions
+    """What the container's options must be for this pipeline to read them."""
 
     @classmethod
     @abstractmethod
-    def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
+    def build(cls, *, options: OptionsT, components: Components, task: str | None, seed: int) -> Self:
         """Make the pipeline for built components (maybe on meta: read their attributes, not their values).
 
         Args:
@@ -108,48 +128,37 @@ class GenerativePipeline(ABC):
         """
 
     @abstractmethod
-    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
+    def prepare_conditions(self, components: Components, context: StepContext, batch: Batch) -> Conditions:
         """Run the frozen encoders, without gradient. Several micro-batches may come stacked as one (condition
         batching), so every entry returned has the batch dim first and no row depends on another."""
 
     @abstractmethod
-    def noising(self, container: ModelContainer, conditions: Conditions, batch: Batch) -> NoisedInputs:
+    def noising(
+        self, components: Components, context: StepContext, conditions: Conditions, batch: Batch
+    ) -> NoisedInputs:
         """Draw σ and ε per sample and mix them into the latents."""
 
     @abstractmethod
-    def predict(self, container: ModelContainer, inputs: NoisedInputs) -> Tensor:
+    def predict(self, components: Components, context: StepContext, inputs: NoisedInputs) -> Tensor:
         """Run the trained model; returns a tensor shaped like ``inputs.target``."""
 
     @abstractmethod
     def compute_loss(self, prediction: Tensor, inputs: NoisedInputs) -> ModelOutput:
         """Reduce prediction and target to the loss, in float32."""
 
-    def forward(self, container: ModelContainer, **batch: Any) -> ModelOutput:
+    def forward(self, components: Components, context: StepContext, **batch: Any) -> ModelOutput:
         """The four stages in order; conditions that condition batching already made are used as they are."""
+        context = replace(context, inside_forward=True)
         conditions = batch.get("conditions")
         if conditions is None:
-            self._inside_forward = True
-            try:
-                with self.phase("conditions"):
-                    conditions = self.prepare_conditions(container, batch)
-            finally:
-                self._inside_forward = False
-        inputs = self.noising(container, conditions, batch)
-        output = self.compute_loss(self.predict(container, inputs), inputs)
-        tokens, flops = self.work(container, inputs)
+            with context.phase("conditions"):
+                conditions = self.prepare_conditions(components, context, batch)
+        inputs = self.noising(components, context, conditions, batch)
+        output = self.compute_loss(self.predict(components, context, inputs), inputs)
+        tokens, flops = self.work(components, inputs)
         return replace(output, tokens=tokens, flops=flops)
 
-    def prefetch(self, model: nn.Module) -> None:
-        """Start gathering what ``model`` needs first, to be called before the sub-model that runs ahead of it.
-
-        Does nothing unless the configuration asks for it. A trained model is gathered only inside `forward`: gathered
-        before an optimizer step, its weights would be stale after it, without a word.
-        """
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if self.cross_submodel_prefetch and (self._inside_forward or not trained):
-            prefetch(model)
-
-    def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
+    def work(self, components: Components, inputs: NoisedInputs) -> tuple[int, int]:
         """Tokens and forward FLOPs of a micro-batch, for the logs; 0 where they aren't known."""
         return 0, 0
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from mm_trainer.contracts.spec import NoOptions
-from mm_trainer.contracts.spec import Options as BaseOptions
-
-OptionsT = TypeVar("OptionsT", bound=BaseOptions)
+from mm_trainer.contracts.options import TakesOptions
+from mm_trainer.contracts.spec import OptionsT
 
 
 @dataclass(frozen=True)
@@ -33,18 +30,18 @@ class SampleRequest:
     """Last frame, for models that take one."""
 
 
-class Sampler(ABC, Generic[OptionsT]):
+class Sampler(TakesOptions[OptionsT]):
     """Makes clips from a pipeline folder; a container names its class.
+
+    Its type argument, as in ``Sampler[MyOptions]``, says what `mm-trainer sample --option KEY=VALUE` may set; the
+    docstrings of the fields are shown by ``--options``.
 
     Args:
         folder: a complete pipeline, such as an exported one.
         dtype: fp32, bf16 or fp16, of the large models.
         device: where to compute.
-        options: settings that only this family has, an instance of ``Options``.
+        options: settings that only this family has, an instance of its options class.
     """
-
-    Options: ClassVar[type[BaseOptions]] = NoOptions
-    """What `mm-trainer sample --option KEY=VALUE` may set; the docstrings of its fields are shown by ``--options``."""
 
     @abstractmethod
     def __init__(self, folder: Path, *, dtype: str, device: str, options: OptionsT) -> None: ...

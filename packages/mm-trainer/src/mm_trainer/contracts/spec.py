@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 from pydantic import BaseModel as PydanticModel
 from pydantic import ConfigDict
+from typing_extensions import TypeVar
 
 from mm_checkpoint.config import WeightSourceConfig
 
@@ -15,8 +16,9 @@ from mm_checkpoint.config import WeightSourceConfig
 class Options(PydanticModel):
     """Base of a plugin's own configuration class: strict and frozen.
 
-    A model or container class names its subclass in the class attribute ``Options``; the keys of the YAML section that
-    the framework doesn't know are validated by it, so an unknown key is refused with its line like any other.
+    A model or container class names its subclass as its type argument (``BaseModel[MyOptions]``); the keys of the YAML
+    section that the framework doesn't know are validated by it, so an unknown key is refused with its line like any
+    other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -24,6 +26,10 @@ class Options(PydanticModel):
 
 class NoOptions(Options):
     """For models and containers that add no key of their own."""
+
+
+OptionsT = TypeVar("OptionsT", bound=Options, default=Any)
+"""The options class of a plugin; not stated: any."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Generic[OptionsT]):
     """One sub-model as the configuration describes it, every default settled."""
 
     name: str
@@ -80,7 +86,7 @@ class ModelSpec:
     attn_implementation: str | None = None
     skip_to_device: bool = False
     task: str | None = None
-    options: Options = field(default_factory=NoOptions)
+    options: OptionsT = field(default_factory=NoOptions)  # type: ignore[assignment]  # of models that have none
     """Instance of the model class's ``Options``: the keys only this model knows."""
 
     @property

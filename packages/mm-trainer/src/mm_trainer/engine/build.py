@@ -31,6 +31,7 @@ from mm_parallel.config import FeaturesConfig, FSDPPlan
 from mm_trainer.config import BoundConfig
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.model import DTYPES, BaseModel
+from mm_trainer.contracts.pipeline import GenerativePipeline
 from mm_trainer.contracts.spec import ModelSpec
 from mm_trainer.errors import ConfigError
 from mm_trainer.optim.parameters import match_parameters
@@ -59,6 +60,17 @@ class BuiltModel:
     def trainable(self) -> dict[str, BaseModel]:
         """The sub-models that have a parameter to train."""
         return {n: m for n, m in self.sub_models.items() if any(p.requires_grad for p in m.parameters())}
+
+    @property
+    def frozen(self) -> list[BaseModel]:
+        """The sub-models that have nothing to train."""
+        return [m for m in self.sub_models.values() if not any(p.requires_grad for p in m.parameters())]
+
+    @property
+    def roots(self) -> Mapping[str, BaseModel] | None:
+        """The sub-models, where each is an FSDP root of its own; None: the model is the only root."""
+        separate = isinstance(self.model, ModelContainer) and not self.model.wraps_root
+        return self.sub_models if separate else None
 
 
 def build_structure(bound: BoundConfig, *, seed: int = 0) -> BuiltModel:
@@ -101,9 +113,9 @@ def build_model(
     for model in components.values():
         model.set_context_parallel(mesh.context_parallel(kernel=attention_kernel))
     apply_features(built.model, features)
-    container = built.model if isinstance(built.model, ModelContainer) else None
-    opted_out = container is not None and container.fully_shard()
-    report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=components if opted_out else None)
+    if built.roots is None:
+        plan = replace(plan, output_dtype=None)  # what the only root returns is the loss, which stays float32
+    report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=built.roots)
     for name, model in components.items():
         if name not in unused and not bound.specs[name].skip_to_device:
             materialize(model, mesh.device)
@@ -153,12 +165,7 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
         return BuiltModel(
             model=model.train(), sub_models={"": model}, checkpointed=("",), specs={"": bound.specs[name]}
         )
-    pipeline = None
-    if bound.pipeline_class is not None:
-        pipeline = bound.pipeline_class.build(
-            options=bound.container_options, components=components, task=bound.task, seed=seed
-        )
-    container = bound.container_class(components, pipeline)
+    container = bound.container_class(components, _build_pipeline(bound, components, seed))
     built = BuiltModel(
         model=container.train(),
         sub_models=container.get_sub_models(),
@@ -177,6 +184,19 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
     if not built.trainable:
         raise ConfigError("every sub-model is frozen: there is nothing to train", key="model.models")
     return built
+
+
+def _build_pipeline(bound: BoundConfig, components: Mapping[str, BaseModel], seed: int) -> GenerativePipeline | None:
+    kind, options = bound.pipeline_class, bound.container_options
+    if kind is None:
+        return None
+    if not isinstance(options, kind.Options):
+        raise ConfigError(
+            f"{kind.__qualname__} reads options of {kind.Options.__qualname__}, which those of this container "
+            f"({type(options).__qualname__}) aren't derived from",
+            key="model.pipeline",
+        )
+    return kind.build(options=options, components=components, task=bound.task, seed=seed)
 
 
 def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:

@@ -96,10 +96,9 @@ class CheckpointIO:
         if self._ema is not None and averaged:
             state["ema"] = self._ema.state()
         plain = self._manager.load(path, state)
+        self._put_back(state["model"], plain)
         for name, entry in read_manifest(path)["sub_models"].items():
             self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
-        for name in self._built.checkpointed:
-            self._built.sub_models[name].post_load()
         if self._ema is not None and not averaged:
             self._ema.restart()
             log.info("the checkpoint holds no running average (training.ema): it starts from the weights")
@@ -131,7 +130,12 @@ class CheckpointIO:
 
     def load_weights(self, path: Path) -> None:
         """Fill the model's weights only, from another run's checkpoint: a warm start. Called on all ranks."""
-        self._manager.load(path, {"model": self._built.model.state_dict()})
+        state = {"model": self._built.model.state_dict()}
+        self._put_back(state["model"], self._manager.load(path, state))
+
+    def _put_back(self, model_state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+        """Hand the model its state, which may be more or other than its parameters themselves."""
+        self._built.model.load_state_dict({**model_state, **plain.get("model", {})})
         for name in self._built.checkpointed:
             self._built.sub_models[name].post_load()
 

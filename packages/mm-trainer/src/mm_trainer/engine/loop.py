@@ -2,8 +2,10 @@
 
 It assumes three things of what it trains, and nothing else:
 
-1. ``model(**batch)`` returns an object with ``.loss`` and optionally ``.per_sample``;
-2. gradient synchronisation is delegated (``mm_parallel.set_gradient_sync``; no-ops where nothing is sharded);
+1. ``model(**batch)`` returns an object with ``.loss`` and optionally ``.per_sample``: any object, which becomes a
+   `ModelOutput` before FSDP2 sees it;
+2. gradient synchronisation is delegated: a model that brings its own is asked, all others get mm-parallel's (no-ops
+   where nothing is sharded), see `mm_trainer.engine.sync`;
 3. checkpoints go through ``state_dict`` / ``load_state_dict``.
 """
 
@@ -12,27 +14,28 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen, set_gradient_sync
+from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen
 from mm_trainer.config import TrainingConfig
 from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.data.batch import Batch, to_device
-from mm_trainer.engine.build import BuiltModel
 from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.guard import NumberGuard
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.stepping import Stepping
+from mm_trainer.engine.sync import announce, gradient_sync_of
 from mm_trainer.engine.validation import validate
 from mm_trainer.engine.watchdog import watchdog
 from mm_trainer.metrics.profiling import ProfileWindows
+from mm_trainer.metrics.timing import PhaseTimer
 from mm_trainer.metrics.window import LogWindow
 from mm_trainer.metrics.writer import MetricsWriter
 from mm_trainer.optim.ema import WeightAverage
@@ -55,6 +58,8 @@ class Services:
         profiles: recordings of a few steps.
         validation: makes the fixed validation batches anew at each call; None without a validation set.
         stepping: which sub-models a step trains.
+        timer: times the phases of a step; given where something inside the model's forward times its own. None: the
+            loop's own.
         ema: running average of the trained weights.
     """
 
@@ -66,6 +71,7 @@ class Services:
     validation: Callable[[], Iterator[Batch]] | None = None
     describe_sample: Callable[[int], str] | None = None
     stepping: Stepping = field(default_factory=Stepping)
+    timer: PhaseTimer | None = None
     ema: WeightAverage | None = None
 
 
@@ -73,7 +79,8 @@ class TrainEngine:
     """Runs optimizer steps, logs, validates and saves.
 
     Args:
-        built: the model and its sub-models.
+        model: any module of which the three assumptions hold.
+        frozen: its sub-models that have nothing to train.
         optimizers: one per trainable sub-model.
         mesh: the ranks.
         config: the resolved ``training`` section.
@@ -87,8 +94,9 @@ class TrainEngine:
 
     def __init__(
         self,
-        built: BuiltModel,
+        model: nn.Module,
         *,
+        frozen: Sequence[nn.Module] = (),
         optimizers: Mapping[str, NamedOptimizer],
         mesh: ParallelMesh,
         config: TrainingConfig,
@@ -99,7 +107,10 @@ class TrainEngine:
         last_step: int | None = None,
         reduce_every_micro_step: bool = False,
     ) -> None:
-        self.built, self.model = built, built.model
+        self.model, self._frozen = model, frozen
+        self._sync = gradient_sync_of(model)
+        # Ahead of FSDP2's own hook, which finds no tensor in an object that it doesn't know.
+        model.register_forward_hook(lambda module, args, output: ModelOutput.of(output), prepend=True)
         self.optimizers, self.mesh, self.config = optimizers, mesh, config
         self.learning_rate = learning_rate
         self.total_steps = learning_rate.total_steps if last_step is None else last_step
@@ -107,7 +118,6 @@ class TrainEngine:
         self.reduce_every_micro_step = reduce_every_micro_step
         self.guard = NumberGuard(config.nan_policy, services.describe_sample)
         self._accumulation = int(config.gradient_accumulation_steps)
-        self._frozen = [m for m in built.sub_models.values() if not any(p.requires_grad for p in m.parameters())]
 
     def train(self) -> None:
         """Run to the last step, or to a stop request; the run is left validated (at its end) and saved."""
@@ -134,10 +144,8 @@ class TrainEngine:
 
     def run_steps(self) -> None:
         """The loop itself, up to the last step or a stop request; `train` is what surrounds it."""
-        window = LogWindow(self.mesh, alternating=self.services.stepping.alternates)
+        window = LogWindow(self.mesh, timer=self.services.timer, alternating=self.services.stepping.alternates)
         timer = window.timer
-        if (pipeline := getattr(self.model, "pipeline", None)) is not None:
-            pipeline.phase = timer.phase
         first = self.progress.step + 1
         while self.progress.step < self.total_steps:
             step = self.progress.step + 1
@@ -174,6 +182,8 @@ class TrainEngine:
         with timer.phase("optimizer"):
             for frozen in self._frozen:
                 reset_frozen(frozen)
+            for name in self.optimizers.keys() - set(trained):
+                self.optimizers[name].drop_gradients()
             grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
             found_inf = self.guard.step(step + 1, grad_norm)
             for name in trained:
@@ -189,9 +199,9 @@ class TrainEngine:
         timer = window.timer
         with timer.phase("data"):
             batch = next(self.batches)
-        set_gradient_sync(self.model, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
+        announce(self._sync, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
         with timer.phase("forward"):
-            output = ModelOutput.of(self.model(**to_device(batch, self.mesh.device)))
+            output: ModelOutput = self.model(**to_device(batch, self.mesh.device))
         with timer.phase("backward"):
             # A loss that isn't finite may have finite gradients. Through them it reaches the norm, on every rank, which
             # the guard and the optimizers go by; the host waits for nothing. 1 changes no bit of other losses.

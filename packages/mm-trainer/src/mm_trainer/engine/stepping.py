@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.alternation import Alternation
 from mm_trainer.errors import TrainingFault
 
 
 class Stepping:
-    """Asks the container, and makes sure that all ranks got the same answer.
+    """Asks the container's alternation, and makes sure that all ranks got the same answer.
 
     Ranks that train different sub-models in one step mix shards of two models, and no collective complains. So where
     there is a choice, the answer is compared on the host (one small all-reduce a step, which waits for no device).
 
     Args:
-        container: None, or one that trains the same in every step: there is no choice.
+        alternation: None: every step trains all there is, and there is one validation.
     """
 
-    def __init__(self, container: ModelContainer | None = None) -> None:
-        self._container = container
-        self.alternates = container is not None and len(container.validation_views()) > 1
+    def __init__(self, alternation: Alternation | None = None) -> None:
+        self._alternation = alternation
+        self.alternates = alternation is not None
 
     def begin(self, step: int, optimizers: Sequence[str]) -> tuple[str, ...]:
         """Make the choice for the step after ``step`` finished ones; called on all ranks.
@@ -35,24 +35,29 @@ class Stepping:
             those that this step trains.
 
         Raises:
-            TrainingFault: the ranks disagree.
+            TrainingFault: the ranks disagree, or the choice is empty or names a sub-model without an optimizer.
         """
-        if self._container is None or not self.alternates:
+        if self._alternation is None:
             return tuple(optimizers)
-        chosen = tuple(self._container.activate_for_step(step))
-        bits = sum(1 << optimizers.index(name) for name in chosen)
+        chosen = tuple(self._alternation.begin(step))
+        known = [name for name in chosen if name in optimizers]
+        # A choice that can't be made has a bit of its own, so that its rank says so only after the others compared.
+        bits = sum(1 << optimizers.index(name) for name in set(known)) + ((len(known) < len(chosen)) << len(optimizers))
         if dist.is_initialized():
             bounds = torch.tensor([bits, -bits])
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
             if bounds[0] != -bounds[1]:
                 raise TrainingFault(f"step {step + 1}: the ranks disagree on which sub-model it trains; here: {chosen}")
+        if not chosen or len(known) < len(chosen):
+            raise TrainingFault(
+                f"step {step + 1}: the container's alternation wants to train {chosen or 'nothing'}; "
+                f"what can be trained: {', '.join(optimizers)}"
+            )
         return chosen
 
     def views(self) -> Iterator[str]:
         """What to validate one after the other, each made current in turn; one empty name where there is no choice."""
-        if self._container is None or not self.alternates:
+        if self._alternation is None:
             yield ""
-            return
-        for name in self._container.validation_views():
-            self._container.activate(name)
-            yield name
+        else:
+            yield from self._alternation.views()

@@ -47,6 +47,11 @@ class PhaseTimer:
             self._mark()
             self._phases.pop()
 
+    def restart(self) -> None:
+        """Begin a window here; what was timed before is dropped."""
+        self._moments.clear()
+        self._mark()
+
     def _mark(self) -> None:
         moment: Moment = time.perf_counter()
         if self._device.type != "cpu":

@@ -27,12 +27,14 @@ class LogWindow:
 
     Args:
         mesh: the ranks.
+        timer: shared with what else times phases, and restarted here; None: one of its own.
         alternating: steps train different sub-models, so figures are wanted for each of them too.
     """
 
-    def __init__(self, mesh: ParallelMesh, *, alternating: bool = False) -> None:
+    def __init__(self, mesh: ParallelMesh, *, timer: PhaseTimer | None = None, alternating: bool = False) -> None:
         self._mesh, self._alternating = mesh, alternating
-        self.timer = PhaseTimer(mesh.device)
+        self.timer = timer or PhaseTimer(mesh.device)
+        self.timer.restart()
         self._sent: int | None = None
         self._reset()
 

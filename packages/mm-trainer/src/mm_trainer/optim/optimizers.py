@@ -43,6 +43,11 @@ class NamedOptimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def drop_gradients(self) -> None:
+        """Leave out a step that trains other sub-models."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under ``<parameter>.<state name>``; hyperparameters stay the configuration's business."""
         return {

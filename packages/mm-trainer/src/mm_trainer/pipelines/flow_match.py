@@ -7,28 +7,25 @@ Noise, x_σ, v and the loss are float32 whatever the compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mm_trainer.contracts.model import BaseModel
 from mm_trainer.contracts.pipeline import (
     Batch,
+    Components,
     Conditions,
     GenerativePipeline,
     ModelOutput,
     NoisedInputs,
     PerSample,
 )
-from mm_trainer.contracts.spec import Options
+from mm_trainer.contracts.spec import Options, OptionsT
+from mm_trainer.contracts.step import StepContext
 from mm_trainer.pipelines.schedule import ContinuousSchedule, NoiseLevel, NoiseRange, NoiseSchedule
 from mm_trainer.randomness import keyed_normal, keyed_uniform
-
-if TYPE_CHECKING:
-    from mm_trainer.contracts.container import ModelContainer
 
 TIMESTEP_SCALE = 1000.0
 
@@ -49,10 +46,10 @@ class FlowMatchOptions(Options):
     noise_range: NoiseRange = (0.0, 1.0)
 
 
-class FlowMatchPipeline(GenerativePipeline):
-    """Text-to-video flow matching; a model family specialises the stages it does differently.
+class FlowMatching(GenerativePipeline[OptionsT]):
+    """The stages of text-to-video flow matching; a model family specialises those that it does differently.
 
-    The container must have the components
+    The components must be
 
     - ``ae``: ``ae(video (B, 3, F, H, W) in [−1, 1]) → latents (B, C, f, h, w)``, normalised;
     - ``text_encoder``: ``text_encoder(prompt_ids (B, L), prompt_mask (B, L)) → (B, L, D)``, zero past the prompt;
@@ -69,30 +66,13 @@ class FlowMatchPipeline(GenerativePipeline):
         self.schedule = schedule
         self.seed = seed
 
-    @classmethod
-    def build(cls, *, options: Options, components: Mapping[str, BaseModel], task: str | None, seed: int) -> Self:
-        if not isinstance(options, FlowMatchOptions):
-            raise TypeError(
-                f"{cls.__qualname__} needs container options derived from FlowMatchOptions, got {type(options)}"
-            )
-        scheduler = options.scheduler
-        schedule = ContinuousSchedule(
-            scheduler.preset,
-            shift=scheduler.shift,
-            mean=scheduler.mean,
-            std=scheduler.std,
-            noise_range=options.noise_range,
-        )
-        return cls(schedule, seed=seed)
-
     @torch.no_grad()
-    def prepare_conditions(self, container: ModelContainer, batch: Batch) -> Conditions:
-        components = container.get_sub_models()
-        self.prefetch(components["text_encoder"])
+    def prepare_conditions(self, components: Components, context: StepContext, batch: Batch) -> Conditions:
+        context.prefetch(components["text_encoder"])
         latents = components["ae"](batch["video"])
-        self.prefetch(components[self.predictor_role])
-        context = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
-        return {"latents": latents, "context": context}
+        context.prefetch(components[self.predictor_role])
+        features = components["text_encoder"](batch["prompt_ids"], batch["prompt_mask"])
+        return {"latents": latents, "context": features}
 
     def noise_level(self, batch: Batch) -> NoiseLevel:
         """σ and weight of every sample: at its fixed quantile if the batch states one, else at a keyed draw."""
@@ -101,7 +81,9 @@ class FlowMatchPipeline(GenerativePipeline):
             quantile = keyed_uniform(self.seed, "sigma", batch["sample_key"])
         return self.schedule.at(quantile.cpu())
 
-    def noising(self, container: ModelContainer, conditions: Conditions, batch: Batch) -> NoisedInputs:
+    def noising(
+        self, components: Components, context: StepContext, conditions: Conditions, batch: Batch
+    ) -> NoisedInputs:
         clean = conditions["latents"].float()
         level = self.noise_level(batch)
         noise = keyed_normal(self.seed, "noise", batch["sample_key"], clean.shape[1:]).to(clean.device)
@@ -116,8 +98,8 @@ class FlowMatchPipeline(GenerativePipeline):
             conditions=conditions,
         )
 
-    def predict(self, container: ModelContainer, inputs: NoisedInputs) -> Tensor:
-        predictor = container.get_sub_models()[self.predictor_role]
+    def predict(self, components: Components, context: StepContext, inputs: NoisedInputs) -> Tensor:
+        predictor = components[self.predictor_role]
         prediction: Tensor = predictor(inputs.noised, inputs.timestep, inputs.conditions["context"])
         return prediction
 
@@ -132,10 +114,26 @@ class FlowMatchPipeline(GenerativePipeline):
             per_sample=PerSample(loss=per_sample.detach(), sigma=inputs.sigma.detach()),
         )
 
-    def work(self, container: ModelContainer, inputs: NoisedInputs) -> tuple[int, int]:
-        predictor = container.get_sub_models()[self.predictor_role]
+    def work(self, components: Components, inputs: NoisedInputs) -> tuple[int, int]:
+        predictor = components[self.predictor_role]
         samples, _, *size = inputs.noised.shape
         return samples * predictor.input_spec().tokens(*size), samples * predictor.flops(inputs.noised.shape[1:])
 
     def describe(self) -> dict[str, Any]:
         return self.schedule.describe()
+
+
+class FlowMatchPipeline(FlowMatching[FlowMatchOptions]):
+    """`FlowMatching` as it is, with the schedule that `FlowMatchOptions` state."""
+
+    @classmethod
+    def build(cls, *, options: FlowMatchOptions, components: Components, task: str | None, seed: int) -> Self:
+        scheduler = options.scheduler
+        schedule = ContinuousSchedule(
+            scheduler.preset,
+            shift=scheduler.shift,
+            mean=scheduler.mean,
+            std=scheduler.std,
+            noise_range=options.noise_range,
+        )
+        return cls(schedule, seed=seed)
