@@ -24,7 +24,7 @@ WINGS: dict[str, list[set[str]]] = {
         {"__init__"},
     ],
     "mm_parallel": [
-        {"__about__", "errors"},
+        {"__about__", "errors", "devices"},
         {"patterns"},
         {"config"},
         {"sizes"},

@@ -15,6 +15,7 @@ import time
 import torch
 from torch import nn
 
+from mm_parallel import accelerator
 from mm_trainer.config import TrainingConfig
 from mm_trainer.metrics.profiling import held_bytes
 from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = accelerator() or torch.device("cpu")
     built = {}
     for kind, dtype in CASES:
         model = Blocks(arguments.dim, arguments.layers).to(device, dtype)

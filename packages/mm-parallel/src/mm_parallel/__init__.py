@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         RecomputePlan,
         SubPlan,
     )
+    from mm_parallel.devices import accelerator, default_device_type, device_count
     from mm_parallel.errors import FieldError, PatternError, PlanError
-    from mm_parallel.mesh import ParallelMesh, default_device_type, process_group_backend
+    from mm_parallel.mesh import ParallelMesh, process_group_backend
     from mm_parallel.patterns import match_modules
     from mm_parallel.sharding.fsdp import parallelize
     from mm_parallel.sharding.grad_norm import clip_grad_norm
@@ -58,12 +59,14 @@ _HOME = {
     "RecomputePlan": "config",
     "SequenceShard": "attention.context",
     "SubPlan": "config",
+    "accelerator": "devices",
     "apply_features": "activations.features",
     "check_features": "activations.features",
     "check_heads": "sizes",
     "clip_grad_norm": "sharding.grad_norm",
     "count_communication": "accounting",
-    "default_device_type": "mesh",
+    "default_device_type": "devices",
+    "device_count": "devices",
     "match_modules": "patterns",
     "materialize": "sharding.meta_init",
     "meta_parameters": "sharding.meta_init",
@@ -96,12 +99,14 @@ __all__ = [
     "RecomputePlan",
     "SequenceShard",
     "SubPlan",
+    "accelerator",
     "apply_features",
     "check_features",
     "check_heads",
     "clip_grad_norm",
     "count_communication",
     "default_device_type",
+    "device_count",
     "match_modules",
     "materialize",
     "meta_parameters",

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from mm_parallel.attention.context import ContextParallel
 
 
-def default_device_type() -> str:
-    """``cuda``, ``npu``, …: the type of the accelerator that torch sees, else ``cpu``."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator else "cpu"
-
-
 def process_group_backend(device_type: str) -> str:
     """The backend argument of ``init_process_group``: the device's own, paired with one for CPU tensors.
 

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mm_parallel.activations.forward_layers import Forward
 from mm_parallel.config import ActivationOffloadPlan
+from mm_parallel.devices import accelerator
 
 _Key = tuple[StorageWeakRef, int, int, int]
 
@@ -67,7 +68,7 @@ class ActivationOffload:
     def _goes_to_host(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
-        if tensor.device.type == "cpu" and torch.accelerator.is_available():
+        if tensor.device.type == "cpu" and accelerator() is not None:
             return False
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta)

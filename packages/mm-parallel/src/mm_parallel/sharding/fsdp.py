@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from mm_parallel.config import FSDPPlan
+from mm_parallel.devices import accelerator
 from mm_parallel.errors import PlanError
 from mm_parallel.mesh import ParallelMesh
 from mm_parallel.sharding.buffer_guard import forbid_changing_buffers
@@ -92,7 +93,7 @@ def _apply(sub_model: SubModel, mesh: ParallelMesh, plan: FSDPPlan, notes: list[
 def _shard(sub_model: SubModel, plan: FSDPPlan, *, mesh: DeviceMesh, reshard: bool | int, offload: bool) -> None:
     offload_policy = OffloadPolicy()
     if offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        offload_policy = CPUOffloadPolicy(pin_memory=accelerator() is not None)
     for unit in reversed(sub_model.units):  # inner before outer
         is_root = unit.module is sub_model.module
         fully_shard(

@@ -66,9 +66,10 @@ def _devices() -> list[str]:
     """Names of the accelerators, ``cpu`` where there is none."""
     import torch
 
-    if not torch.accelerator.is_available():
+    from mm_parallel import accelerator, device_count
+
+    device = accelerator()
+    if device is None:
         return ["cpu"]
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None  # available says so
-    names = torch.get_device_module(accelerator)
-    return [f"{accelerator.type}:{i} {names.get_device_name(i)}" for i in range(torch.accelerator.device_count())]
+    names = torch.get_device_module(device)
+    return [f"{device.type}:{i} {names.get_device_name(i)}" for i in range(device_count())]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mm_checkpoint import CheckpointManager
-from mm_parallel import ParallelMesh
+from mm_parallel import ParallelMesh, accelerator
 from mm_trainer.commands.env import environment_report
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
 from mm_trainer.contracts.container import ModelContainer
@@ -252,7 +252,7 @@ def _batches(
 
 def describe_memory_peak() -> str:
     """This rank's largest use of memory so far, in words."""
-    where = "device" if torch.accelerator.is_available() else "host"
+    where = "device" if accelerator() is not None else "host"
     return f"{where} memory peak {memory_figures()['memory_peak_gib']:.2f} GiB"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from mm_parallel import accelerator
 from mm_trainer.contracts.dataset import DatasetContext, MapDataset
 from mm_trainer.data.loader import WorkerOptions
 from mm_trainer.data.mixing import MixedDataset
@@ -43,7 +44,7 @@ def check_agreement(samples: SampleTable, device: torch.device) -> None:
 def worker_options(config: ResolvedConfig) -> WorkerOptions:
     """``data.dataloader_param``, with ``pin_memory: auto`` settled."""
     param = config.data.dataloader_param
-    pin = torch.accelerator.is_available() if param.pin_memory == "auto" else param.pin_memory
+    pin = accelerator() is not None if param.pin_memory == "auto" else param.pin_memory
     return WorkerOptions(num_workers=param.num_workers, prefetch_factor=param.prefetch_factor, pin_memory=pin)
 
 

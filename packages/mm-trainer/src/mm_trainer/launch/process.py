@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mm_parallel import default_device_type, process_group_backend
+from mm_parallel import default_device_type, device_count, process_group_backend
+from mm_trainer.errors import InputError
 from mm_trainer.launch.rank import RankEnvironment
 
 
@@ -27,9 +28,18 @@ def set_up_logging(rank: int) -> None:
 
 
 def pick_device(local_rank: int) -> str:
-    """Make this rank's accelerator the current one; returns its type, ``cpu`` where there is none."""
+    """Make this rank's accelerator the current one; returns its type, ``cpu`` where there is none.
+
+    Raises:
+        InputError: more ranks were started on this machine than it has devices.
+    """
     device_type = default_device_type()
     if device_type != "cpu":
+        if local_rank >= device_count():
+            raise InputError(
+                f"rank {local_rank} of this machine has no device of its own: there are {device_count()} of type "
+                f"{device_type}; start at most that many ranks here"
+            )
         torch.accelerator.set_device_index(local_rank)
     return device_type
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mm_parallel import accelerator
 from mm_trainer.config.sections.training import MemoryProfileConfig, ProfileConfig, WindowConfig
 from mm_trainer.optim.optimizers import NamedOptimizer
 from mm_trainer.optim.shards import local
@@ -43,7 +44,7 @@ class ProfileWindows:
         self._sub_models, self._optimizers = sub_models, optimizers
         self._profiler: Any = None
         self._memory_open = False
-        self._device = torch.accelerator.current_accelerator()
+        self._device = accelerator()
 
     def before(self, step: int) -> None:
         """Start what begins with ``step``, counted from 1."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_parallel import ParallelMesh, count_communication
+from mm_parallel import ParallelMesh, accelerator, count_communication
 from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.metrics.peaks import peak_tflops
 from mm_trainer.metrics.timing import PhaseTimer
@@ -135,7 +135,7 @@ class _Step:
 
 def memory_figures() -> dict[str, float]:
     """Memory of this rank now and at its peak, in GiB: of the device, or of the host process."""
-    if torch.accelerator.is_available():
+    if accelerator() is not None:
         return {
             "memory_gib": torch.accelerator.memory_allocated() / 2**30,
             "memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
