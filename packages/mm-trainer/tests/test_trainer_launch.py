@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cfg_helpers import SINGLE, TESTS, cli_environment, run_cli, write
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from mm_trainer.errors import InputError
 from mm_trainer.launch import agent as elastic
@@ -98,6 +100,65 @@ def test_a_signal_goes_to_the_ranks_which_save(tmp_path: Path, number: signal.Si
     assert signal.getsignal(number) is before
 
 
+def signal_in(
+    monkeypatch: pytest.MonkeyPatch, method: str, *, before: bool = False, prepare: Callable[[], None] = lambda: None
+) -> None:
+    """Let SIGTERM reach the launcher inside a step of torch's agent, at its beginning or its end, once."""
+    original, sent = getattr(LocalElasticAgent, method), []
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = None if before and not sent else original(self, *arguments, **options)
+        if not sent:
+            sent.append(True)
+            prepare()
+            signal.raise_signal(signal.SIGTERM)
+            if before:
+                result = original(self, *arguments, **options)
+        return result
+
+    monkeypatch.setattr(LocalElasticAgent, method, step)
+
+
+def test_a_signal_between_a_rank_s_start_and_the_note_of_its_id_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks run by then, and neither is known."""
+    signal_in(monkeypatch, "_start_workers", prepare=lambda: wait_for(tmp_path / "ready0", tmp_path / "ready1"))
+    start = time.monotonic()
+    assert launch(LaunchPlan(2, max_restarts=3), [RANK, "graceful", str(tmp_path)]) == 0
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert time.monotonic() - start < elastic.KILL_AFTER_GRACE_S, "they weren't left to be killed"
+
+
+def test_a_signal_before_any_rank_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    signal_in(monkeypatch, "_rendezvous", before=True)
+    assert launch(LaunchPlan(2, max_restarts=3), [RANK, "graceful", str(tmp_path)]) == 0
+    assert capfd.readouterr().err == "mm-trainer: asked to stop while no rank was running; none is started\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["_stop_workers", "_rendezvous"])
+def test_a_signal_between_two_starts_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    """The failure has been reported, and decides the exit code."""
+    monkeypatch.setattr(
+        elastic.RankAgent,
+        "_restart_workers",
+        lambda self, group, restart=elastic.RankAgent._restart_workers: (
+            signal_in(monkeypatch, method, before=True),
+            restart(self, group),
+        ),
+    )
+    assert launch(LaunchPlan(2, max_restarts=1), [RANK, "restart", str(tmp_path)]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert "mm-trainer: asked to stop while no rank was running; none is started" in lines
+    assert not (tmp_path / "rank0.1").exists()
+
+
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +178,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(
 
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
     class Agent:
-        def signal_ranks(self, number: signal.Signals) -> None:
+        def request_stop(self, number: signal.Signals) -> None:
             raise AssertionError("the ranks were signalled")
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -12,7 +12,9 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,10 +31,25 @@ PROBE_S = 30.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class StopRequested(Exception):
+    """A signal came while no rank was running: there is nobody to hand it to, and none is to be started."""
+
+
+class _Phase(Enum):
+    NO_RANKS = auto()
+    """Nodes meet, or failed ranks are cleared away."""
+    STARTING = auto()
+    """Processes exist whose ids aren't noted yet."""
+    RUNNING = auto()
+
+
 class RankAgent(LocalElasticAgent):
     """Starts the ranks of one node, and knows which of them failed by themselves.
 
-    The agent ends all ranks when one fails, and reports the ones it ended as failed, too.
+    [Note: signals] Handlers run in the thread that the agent works in, between two of its steps. A signal that comes
+    while ranks run is handed on at once; one that comes while they are being started is kept, and handed on as soon as
+    all their ids are known; one that comes while there are none ends the agent (`StopRequested`), which would otherwise
+    start ranks that nobody wants any more, or first wait for other nodes.
 
     Args:
         plan: how many ranks, where.
@@ -64,11 +81,26 @@ class RankAgent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=log_dir))
         self._on_restart = on_restart
         self._failures: dict[int, ProcessFailure] = {}
+        self._phase = _Phase.NO_RANKS
+        self._kept: signal.Signals | None = None
 
     @property
     def failures(self) -> Mapping[int, ProcessFailure]:
         """Rank → failure, of the ranks that failed before the agent ended the others."""
         return self._failures
+
+    def request_stop(self, number: signal.Signals) -> None:
+        """Hand a signal on, see [Note: signals]; to be called in the agent's own thread.
+
+        Raises:
+            StopRequested: there are no ranks.
+        """
+        if self._phase is _Phase.NO_RANKS:
+            raise StopRequested
+        if self._phase is _Phase.STARTING:
+            self._kept = number
+        else:
+            self.signal_ranks(number)
 
     def signal_ranks(self, number: signal.Signals) -> None:
         """Send a signal to every rank of this node that runs; none is started again after that."""
@@ -80,6 +112,17 @@ class RankAgent(LocalElasticAgent):
                 except ProcessLookupError:
                     continue  # it has ended
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        self._phase = _Phase.NO_RANKS
+        super()._initialize_workers(worker_group)
+        self._phase = _Phase.RUNNING
+        if self._kept is not None:
+            self.signal_ranks(self._kept)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._phase = _Phase.STARTING
+        return super()._start_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failed = {worker.id for worker in worker_group.workers if _has_failed(worker.id)}
         result = super()._monitor_workers(worker_group)
@@ -89,6 +132,7 @@ class RankAgent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._phase = _Phase.NO_RANKS
         self._on_restart(self._failures)
         super()._restart_workers(worker_group)
 
@@ -112,7 +156,7 @@ def forward_signals(agent: RankAgent, grace_time_s: float) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        agent.signal_ranks(signal.SIGTERM)
+        agent.request_stop(signal.SIGTERM)
         if not timers:
             timer = threading.Timer(grace_time_s + KILL_AFTER_GRACE_S, agent.signal_ranks, (signal.SIGKILL,))
             timer.daemon = True
@@ -197,14 +241,19 @@ def run_agent(
     """Start the ranks and wait for their end.
 
     Returns:
-        rank → failure; empty if all ended with 0.
+        rank → failure; empty if all ended with 0, or if a signal came before the first of them was started.
     """
     try:
         agent = RankAgent(plan, command, log_dir=log_dir, on_restart=on_restart)
     except RendezvousConnectionError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise InputError(f"the nodes can't meet at --rdzv-endpoint {plan.rdzv_endpoint}: {reason}") from error
-    with forward_signals(agent, plan.grace_time_s):
-        result = agent.run()
-    agent.get_worker_group().spec.rdzv_handler.shutdown()
+    try:
+        with forward_signals(agent, plan.grace_time_s):
+            result = agent.run()
+    except StopRequested:
+        print("mm-trainer: asked to stop while no rank was running; none is started", file=sys.stderr)
+        return agent.failures
+    finally:
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
     return agent.failures if result.is_failed() else {}
