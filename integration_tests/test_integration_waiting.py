@@ -20,7 +20,7 @@ def train_with_a_slow_conversion(rank: int, world_size: int, overrides: list[str
     """Every collective of this run fails after `GROUP_TIMEOUT_S`; returns the losses and what was said."""
     import torch.distributed as dist
 
-    from mm_checkpoint._weights import conversion_cache
+    from mm_checkpoint._weights import conversion_cache, identity
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT_S), dist.group.WORLD)
     write = conversion_cache.write_dcp_folder
@@ -37,7 +37,7 @@ def train_with_a_slow_conversion(rank: int, world_size: int, overrides: list[str
     logger.setLevel(logging.INFO)
     with (
         patch.object(conversion_cache, "write_dcp_folder", write_slowly),
-        patch.object(conversion_cache, "PROGRESS_EVERY_S", 0.0),
+        patch.object(identity, "PROGRESS_EVERY_S", 0.0),
     ):
         records = train_rank(rank, world_size, {}, overrides, RECIPE)
     return trace(records), said

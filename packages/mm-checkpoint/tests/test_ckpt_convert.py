@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from mm_checkpoint import (
     CheckpointManager,
@@ -21,9 +22,11 @@ from mm_checkpoint import (
     convert,
     export,
     load_weights,
+    read_manifest,
     resolve_source,
     verify,
 )
+from mm_checkpoint._disk.manifest import write_manifest
 from mm_checkpoint._weights import conversion_cache as cache_module
 from mm_checkpoint._weights import convert as convert_module
 from mm_checkpoint.errors import BadInputError, DestinationError, SourceError
@@ -192,11 +195,63 @@ def test_cache_follows_its_source(tmp_path: Path, source: Path) -> None:
     for damage in (lambda: chunk.write_bytes(b""), metadata.unlink, chunk.unlink, lambda: shutil.rmtree(chunk.parent)):
         damage()
         toys.assert_same(load_through_cache(source, cache), dict(other.state_dict()))
-    assert sorted(path.name for path in cache.iterdir()) == [
+    assert sorted(path.name for path in cache.iterdir() if path.name != ".digests.json") == [
+        ".digests.lock",
         ".lock",
         "iter_0000000",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_weights_that_change_in_the_middle_are_converted_again(tmp_path: Path) -> None:
+    """What a merge into some layers looks like: size, time, header, head and tail stay, also through ``cp -p``."""
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1 << 20))
+    tensors = {"weight": torch.arange(1 << 20, dtype=torch.float32)}
+    save_file(tensors, source / f"{STEM}.safetensors")
+    file = source / f"{STEM}.safetensors"
+    os.utime(file, ns=(10**18, 10**18))
+    config = WeightSourceConfig(from_pretrained=str(source), load_format="dcp", checkpoint_conversion_dir=str(cache))
+    load_weights(model, resolve_source(config))
+    tensors["weight"][1 << 19] = -1.0
+    save_file(tensors, file)
+    os.utime(file, ns=(10**18, 10**18))
+    load_weights(model, resolve_source(config))
+    assert torch.equal(model.weight, tensors["weight"])
+
+
+def test_a_source_that_changes_while_it_is_converted_is_refused(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = cache_module.write_dcp_folder
+
+    def change_then_write(*args: Any, **options: Any) -> None:
+        toys.write_source(source, toys.as_source(toys.make_toy(seed=1)), shards=3)
+        write(*args, **options)
+
+    monkeypatch.setattr(cache_module, "write_dcp_folder", change_then_write)
+    with pytest.raises(SourceError, match="changed while it was converted"):
+        load_through_cache(source, tmp_path / "cache")
+    assert not (tmp_path / "cache" / "iter_0000000").exists()
+    monkeypatch.undo()
+    toys.assert_same(load_through_cache(source, tmp_path / "cache"), dict(toys.make_toy(seed=1).state_dict()))
+
+
+def test_a_conversion_by_version_0_1_is_made_again(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its fingerprint was of samples of the source, so it doesn't prove that the source is the same."""
+    load_through_cache(source, tmp_path / "cache")
+    iteration = tmp_path / "cache" / "iter_0000000"
+    manifest = read_manifest(iteration)
+    (iteration / "manifest.json").unlink()
+    write_manifest(iteration, manifest | {"source_fingerprint": "0" * 64})
+    with caplog.at_level("INFO"):
+        toys.assert_same(load_through_cache(source, tmp_path / "cache"), dict(toys.make_toy().state_dict()))
+    assert "again: version 0.1, which made what is there, compared parts of the source only" in caplog.text
+    assert read_manifest(iteration)["source_fingerprint"].startswith("xxh3_128_")
 
 
 def test_checkpoint_path_as_the_cache(tmp_path: Path, source: Path) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mm_checkpoint._tools.verify import Verification, verify
     from mm_checkpoint._weights.convert import Conversion, convert
     from mm_checkpoint._weights.export import export
+    from mm_checkpoint._weights.identity import source_digest
     from mm_checkpoint._weights.load import LoadReport, load_weights
     from mm_checkpoint._weights.sources import WeightSource, find_source, resolve_source, sniff_format
     from mm_checkpoint.config import WeightSourceConfig
@@ -46,6 +47,7 @@ _HOME = {
     "read_manifest": "_disk.manifest",
     "resolve_source": "_weights.sources",
     "sniff_format": "_weights.sources",
+    "source_digest": "_weights.identity",
     "verify": "_tools.verify",
 }
 
@@ -73,6 +75,7 @@ __all__ = [
     "read_manifest",
     "resolve_source",
     "sniff_format",
+    "source_digest",
     "verify",
 ]
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import logging
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from mm_checkpoint._disk.build_folder import check_free_space, discard, publish, remove, remove_leftovers
@@ -17,45 +11,27 @@ from mm_checkpoint._disk.files import read_json
 from mm_checkpoint._disk.iterations import TRACKER_NAME, damage_of, iteration_name
 from mm_checkpoint._disk.manifest import MANIFEST_NAME, METADATA_NAME, read_manifest
 from mm_checkpoint._formats.model_folder import target_dtypes
-from mm_checkpoint._formats.safetensors import MAX_HEADER
 from mm_checkpoint._weights.convert import copy_companions, write_dcp_folder
+from mm_checkpoint._weights.identity import (
+    ProgressLog,
+    lock,
+    made_by_an_earlier_version,
+    source_digest,
+)
 from mm_checkpoint._weights.sources import WeightSource, find_source
-from mm_checkpoint.errors import DestinationError
+from mm_checkpoint.errors import DestinationError, SourceError
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 5.0
-_EDGE = 1 << 20
+LOCK_NAME = ".lock"
 _CONVERSION = "1"  # raise it when the same source would be converted into something else
-
-
-def fingerprint(source: WeightSource) -> str:
-    """A digest of what the source holds, never of when it was written.
-
-    Of every file its name, size, first and last MiB (for safetensors the whole header), plus index and configuration.
-    """
-    digest = hashlib.sha256(_CONVERSION.encode())
-    for value in (source.weight_map, source.config):
-        digest.update(json.dumps(value, sort_keys=True).encode())
-    for path in source.files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            head = file.read(_EDGE)
-            if path.suffix == ".safetensors":
-                header = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER)
-                head += file.read(max(0, header - _EDGE))
-            digest.update(head)
-            file.seek(max(0, size - _EDGE))
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def converted(source: WeightSource) -> WeightSource:
     """``source`` itself, or, where it names a cache, its converted form there; converts if need be.
 
-    Every rank may call this at once: one converts, the others wait at the lock and find the result. No process group is
-    needed, and a cache on a node-local disk works too.
+    Every rank may call this at once: one reads and converts, the others wait at the lock and find the result. No
+    process group is needed, and a cache on a node-local disk works too.
 
     Raises:
         DestinationError: the cache's folder holds something that is no conversion of ours.
@@ -63,13 +39,20 @@ def converted(source: WeightSource) -> WeightSource:
     """
     if source.cache is None:
         return source
+    source.cache.mkdir(parents=True, exist_ok=True)
     folder = source.cache / iteration_name(0)
-    wanted = fingerprint(source)
+    _check_replaceable(folder)  # before gigabytes are read to compare them with it
+    wanted = _fingerprint(source)
     if not _is_valid(folder, wanted):
-        with _lock(source.cache):
+        with lock(source.cache / LOCK_NAME, waiting_for="converts into it"):
             if not _is_valid(folder, wanted):
                 _convert_into(source, folder, wanted)
     return find_source(folder, "dcp")
+
+
+def _fingerprint(source: WeightSource) -> str:
+    """What is stored in a conversion's manifest: which bytes it was made from, by which rules."""
+    return f"{source_digest(source, beside=source.cache)}_{_CONVERSION}"
 
 
 def _is_valid(folder: Path, wanted: str) -> bool:
@@ -78,7 +61,7 @@ def _is_valid(folder: Path, wanted: str) -> bool:
 
 def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
     _check_replaceable(folder)
-    log.info("converting %s into %s", source.path, folder)
+    log.info("converting %s into %s%s", source.path, folder, _why_again(folder))
     remove_leftovers(folder.parent)
     partial = partial_path(folder)
     partial.mkdir()
@@ -95,8 +78,10 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
             workers=1,
             companions=copy_companions(source, partial),
             extra=extra,
-            on_bytes=_ProgressLog(source.path, total),
+            on_bytes=ProgressLog(f"converting {source.path}", total),
         )
+        if _fingerprint(source) != wanted:  # from the memo, if nothing was written meanwhile
+            raise SourceError(f"{source.path}: changed while it was converted; start again when it is complete")
         if folder.exists():
             stale = partial_path(folder)
             folder.rename(stale)
@@ -110,17 +95,13 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
     replace_text(folder.parent / TRACKER_NAME, "0\n")
 
 
-class _ProgressLog:
-    """Called with the bytes that were written; says every few seconds how far a conversion has come."""
-
-    def __init__(self, path: Path, total: int) -> None:
-        self._path, self._total, self._done, self._told = path, total, 0, time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        if time.monotonic() - self._told >= PROGRESS_EVERY_S:
-            self._told = time.monotonic()
-            log.info("converting %s: %.1f of %.1f GB", self._path, self._done / 1e9, self._total / 1e9)
+def _why_again(folder: Path) -> str:
+    """For the log: why a conversion that looks usable is made anew."""
+    if damage_of(folder) is not None:
+        return ""
+    if made_by_an_earlier_version(read_manifest(folder).get("source_fingerprint")):
+        return " again: version 0.1, which made what is there, compared parts of the source only"
+    return " again: the source is another one than that of what is there"
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -130,19 +111,3 @@ def _check_replaceable(folder: Path) -> None:
     ours = "source_fingerprint" in read_json(manifest) if manifest.exists() else True
     if others or not ours or (not manifest.exists() and (folder / METADATA_NAME).exists()):
         raise DestinationError(f"{folder.parent}: holds checkpoints that are no conversion of ours; name another cache")
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock; a disk without locks only costs double work, since results are renamed into place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log.info("%s: another process converts into it; waiting", folder)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            log.warning("%s can't be locked (%s): several processes may convert at once", folder, error)
-        yield
