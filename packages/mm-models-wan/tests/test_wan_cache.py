@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,23 @@ def test_a_cache_is_for_what_its_conditions_depend_on(
     config.write_text(json.dumps(values))
     with pytest.raises(DataError, match=r"stale.*: encoders\.ae\.weights: '\w+' there, '\w+' here$"):
         compare()
+
+
+def test_encoder_weights_that_change_in_the_middle_make_a_cache_stale(
+    tiny_i2v: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of the text encoder; size and modification time stay."""
+    folder = tmp_path / "wan"
+    shutil.copytree(tiny_i2v, folder)
+    (folder / "metadata.csv").write_text("video,caption\na.mp4,a\n")
+    made = {"settings": settings_of(folder, monkeypatch, "model.task=i2v")}
+    file = next((folder / "text_encoder").glob("*.safetensors"))
+    stat = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(stat.st_size // 2 + 1)
+        byte = opened.read(1)
+        opened.seek(stat.st_size // 2 + 1)
+        opened.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(DataError, match=r"stale.*: encoders\.text_encoder\.weights: '\w+' there, '\w+' here$"):
+        check_settings(tmp_path, made, settings_of(folder, monkeypatch, "model.task=i2v"))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mm_checkpoint import resolve_source
 from mm_checkpoint.config import WeightSourceConfig
 from mm_models_wan.container import Wan22Container
 from mm_models_wan.modules.predictor import PredictorOptions, WanPredictor
@@ -33,7 +34,9 @@ def make_spec(name: str, model_id: str, folder: Path | None = None, **fields: An
     """A spec with the options class of its model; ``fields`` may hold an ``options`` dict."""
     options = OPTIONS[model_id](**fields.pop("options", {}))
     source = WeightSourceConfig(from_pretrained=None if folder is None else str(folder))
-    return ModelSpec(name=name, model_id=model_id, source=source, options=options, **fields)
+    return ModelSpec(
+        name=name, model_id=model_id, source=source, weights=resolve_source(source), options=options, **fields
+    )
 
 
 def scramble(model: nn.Module, seed: int) -> None:

@@ -97,7 +97,7 @@ def batches(count: int) -> Iterator[dict[str, Any]]:
 
 def make_engine(model: Model, mesh: ParallelMesh, folder: Path, *, save_interval: int) -> TrainEngine:
     training = TrainingConfig(train_iters=10**6, lr=1e-5, save=folder, save_interval=save_interval, keep_last=1)
-    built = BuiltModel(model, {"": model}, ("",), {"": ModelSpec("model", "bench", source=_no_source())})
+    built = BuiltModel(model, {"": model}, ("",), {"": ModelSpec("model", "bench", source=_no_source(), weights=None)})
     optimizers = build_optimizers(built.trainable, training)
     manager = CheckpointManager(folder, keep_last=1, async_save=True)
     main_rank = mesh.rank == 0

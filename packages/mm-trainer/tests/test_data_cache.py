@@ -25,7 +25,6 @@ from mm_trainer.data.batch import to_pixels
 from mm_trainer.data.cache.dataset import UNKNOWN, CachedDataset
 from mm_trainer.data.cache.shards import ShardWriter
 from mm_trainer.data.cache.writer import CacheOptions, CacheReport, write_cache
-from mm_trainer.data.identity import THROUGHOUT, file_digest
 from mm_trainer.data.loader import BatchLoader, WorkerOptions
 from mm_trainer.data.video.dataset import VideoDataset
 from mm_trainer.errors import DataError
@@ -104,19 +103,6 @@ def test_what_changed_is_noticed_and_not_used(tmp_path: Path) -> None:
     again = write(tmp_path / "cache", open_clips(tmp_path), counting(calls))
     assert (again.encoded, again.found) == (2, 5)
     assert len(CachedDataset(tmp_path / "cache", dataset=open_clips(tmp_path))) == 7
-
-
-def test_weights_that_changed_between_head_and_tail_are_others(tmp_path: Path) -> None:
-    """What a merge into some layers looks like."""
-    path = tmp_path / "weights"
-    for size in (1 << 20, 32 << 20):
-        path.write_bytes(bytes(size))
-        before = file_digest(path, THROUGHOUT)
-        assert file_digest(path, THROUGHOUT) == before
-        with path.open("r+b") as file:
-            file.seek(size // 3)
-            file.write(b"1" * (1 << 16))
-        assert file_digest(path, THROUGHOUT) != before
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

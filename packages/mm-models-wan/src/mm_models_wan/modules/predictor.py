@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from mm_checkpoint import resolve_source
 from mm_models_wan.modules.dit import (
     Block,
     CastLinear,
@@ -83,7 +82,7 @@ class WanPredictor(BaseModel[PredictorOptions]):
     @classmethod
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         """As for any model; a file that has no ``config.json`` beside it states its shapes by its tensors."""
-        source = resolve_source(spec.source) if spec.architecture is None else None
+        source = spec.weights if spec.architecture is None else None
         if source is None or source.config is not None:
             return super().read_architecture(spec)
         opened = source.open()

@@ -21,6 +21,7 @@ from mm_trainer.config.yaml.document import Document, split_key
 from mm_trainer.errors import ConfigError, PluginError, nearest
 
 if TYPE_CHECKING:
+    from mm_checkpoint import WeightSource
     from mm_trainer.contracts.container import ModelContainer
     from mm_trainer.contracts.dataset import DatasetFactory
     from mm_trainer.contracts.model import BaseModel
@@ -175,10 +176,12 @@ class _Binder:
         model_class = self._load(registry.load_model, sub.model_id, f"{key}.model_id")
         options = self._options(model_class.Options, sub.extras, key, keys_of(type(sub)))
         default = self._config.training.init_model_with_meta_device
+        source, weights = self._source(name, sub, key)
         spec = ModelSpec(
             name=name,
             model_id=sub.model_id,
-            source=self._source(name, sub, key),
+            source=source,
+            weights=weights,
             dtype=sub.dtype or "fp32",
             meta_init=default if sub.meta_init is None else sub.meta_init,
             freeze=sub.freeze,
@@ -190,28 +193,35 @@ class _Binder:
         )
         return model_class, spec
 
-    def _source(self, name: str, sub: SubModelConfig, key: str) -> WeightSourceConfig:
-        """The sub-model's weight source; where files may be missing, without what isn't there."""
+    def _source(self, name: str, sub: SubModelConfig, key: str) -> tuple[WeightSourceConfig, WeightSource | None]:
+        """The sub-model's weight source, and what is there; where files may be missing, without what isn't there."""
         source = sub.source
         if self._require_files:
-            from mm_checkpoint import resolve_source
-            from mm_checkpoint.errors import BadInputError
-
-            try:
-                resolve_source(source)
-            except BadInputError as error:
-                blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
-                raise self._error(str(error), f"{key}.{blamed}") from error
-            return source
+            return source, self._resolve(source, key)
         absent = {field for field in ("checkpoint_path", "from_pretrained") if self._is_absent(source, field)}
         if source.format == "dcp" and source.from_pretrained is not None:
-            absent.discard("checkpoint_path")  # the cache that the first start makes
-        for field in sorted(absent):
+            missing = absent - {"checkpoint_path"}  # it may be the cache that the first start makes
+        else:
+            missing = absent
+        for field in sorted(missing):
             path = getattr(source, field)
             if not path.startswith("$"):  # an undefined variable has been noted
                 self._note(f"{path} isn't here", f"{key}.{field}")
             self._without_source.add(name)
-        return WeightSourceConfig(**{k: v for k, v in asdict(source).items() if k not in absent})
+        if missing:
+            source = WeightSourceConfig(**{k: v for k, v in asdict(source).items() if k not in absent})
+        return source, self._resolve(source, key)
+
+    def _resolve(self, source: WeightSourceConfig, key: str) -> WeightSource | None:
+        """Look up, this once, which weights a source means."""
+        from mm_checkpoint import resolve_source
+        from mm_checkpoint.errors import BadInputError
+
+        try:
+            return resolve_source(source)
+        except BadInputError as error:
+            blamed = "checkpoint_path" if source.checkpoint_path else "from_pretrained"
+            raise self._error(str(error), f"{key}.{blamed}") from error
 
     @staticmethod
     def _is_absent(source: WeightSourceConfig, field: str) -> bool:

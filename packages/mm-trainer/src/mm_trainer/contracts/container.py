@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from mm_checkpoint import resolve_source
 from mm_trainer.contracts.alternation import Alternation
 from mm_trainer.contracts.model import BaseModel, Tokenizer
 from mm_trainer.contracts.options import TakesOptions
@@ -145,7 +144,6 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
 
 
 def _pipeline_folder(spec: ModelSpec) -> str | None:
-    source = resolve_source(spec.source)
-    if source is None or not (source.path.parent / "model_index.json").is_file():
+    if spec.weights is None or not (spec.weights.path.parent / "model_index.json").is_file():
         return None
-    return source.path.name
+    return spec.weights.path.name

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights, resolve_source
+from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights
 from mm_parallel import ContextParallel, KeyedInitializer
 from mm_trainer.contracts.options import TakesOptions
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, OptionsT
@@ -60,13 +60,12 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     def from_pretrained(cls, spec: ModelSpec) -> Self:
         """Build with real memory and load the weights (``meta_init: false``); opens the weight folder once."""
         model = cls.from_config(spec).to(DTYPES[spec.dtype])
-        source = resolve_source(spec.source)
-        if source is None:
+        if spec.weights is None:
             raise ConfigError(
                 f"{cls.__name__} is built with meta_init: false, which loads weights, but no source is named",
                 key=f"{spec.key}.from_pretrained",
             )
-        model.setup_weights(source, allow_missing=spec.source.allow_missing)
+        model.setup_weights(spec.weights, allow_missing=spec.source.allow_missing)
         return model
 
     @classmethod
@@ -87,9 +86,8 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
             named = dict(cls.architectures[spec.architecture])
         elif spec.architecture is not None:
             named = dict(spec.architecture)
-        source = resolve_source(spec.source)
-        on_disk = source.config if source is not None else None
-        if source is None or on_disk is None:
+        on_disk = spec.weights.config if spec.weights is not None else None
+        if spec.weights is None or on_disk is None:
             if named is None:
                 raise ConfigError(
                     f"no shapes for {spec.name}: no readable folder has a config.json, and there is no architecture",
@@ -99,14 +97,13 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         differing = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk and on_disk[k] != v}
         if differing:
             listed = ", ".join(f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items())
-            raise ConfigError(f"architecture disagrees with the weight folder {source.path}: {listed}", key=where)
+            raise ConfigError(f"architecture disagrees with the weight folder {spec.weights.path}: {listed}", key=where)
         return on_disk
 
     @classmethod
     def export_config(cls, spec: ModelSpec) -> dict[str, Any] | None:
         """The ``config.json`` of an exported folder; None if this model has none. By default that of the source."""
-        source = resolve_source(spec.source)
-        if spec.architecture is None and (source is None or source.config is None):
+        if spec.architecture is None and (spec.weights is None or spec.weights.config is None):
             return None
         return cls.read_architecture(spec)
 

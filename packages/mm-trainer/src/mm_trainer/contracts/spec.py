@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from pydantic import BaseModel as PydanticModel
 from pydantic import ConfigDict
 from typing_extensions import TypeVar
 
 from mm_checkpoint.config import WeightSourceConfig
+
+if TYPE_CHECKING:
+    from mm_checkpoint import WeightSource
 
 
 class Options(PydanticModel):
@@ -78,6 +81,10 @@ class ModelSpec(Generic[OptionsT]):
     """Name of the component in its container (``predictor``), or ``model`` on the single-model path."""
     model_id: str
     source: WeightSourceConfig
+    """The weights as the configuration names them."""
+    weights: WeightSource | None
+    """The weights as found there, looked up once when the configuration was bound; None where it names none, or, for a
+    check without files, none that is here (`BoundConfig.without_source` tells which)."""
     dtype: str = "fp32"
     """dtype of the stored parameters: fp32, bf16 or fp16. The compute dtype is the FSDP plan's."""
     meta_init: bool = True

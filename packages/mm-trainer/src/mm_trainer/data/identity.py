@@ -10,12 +10,7 @@ from typing import Protocol, runtime_checkable
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.report import Naming
 
-Sampling = tuple[int, int]
-"""How many blocks of a file are looked at, and the bytes of each."""
-EDGES: Sampling = (2, 1 << 16)
-"""For clips: one that changes, changes its index at one of the ends."""
-THROUGHOUT: Sampling = (1024, 1 << 12)
-"""For weights: a merge into some layers changes neither head nor tail, but whole matrices between them."""
+_EDGE = 1 << 16
 
 
 @runtime_checkable
@@ -42,23 +37,22 @@ def names_digest(dataset: MapDataset) -> int | None:
     return int.from_bytes(digest.digest(), "little")
 
 
-def file_digest(path: str | Path, sampling: Sampling = EDGES) -> bytes:
-    """Digest of a file's size and of blocks spread evenly over it, head and tail among them.
+def clip_digest(path: str | Path) -> bytes:
+    """Digest of a clip's size, head and tail: one that changes, changes its index at one of the ends.
 
-    A file that is no larger than the blocks is looked at as a whole; one that isn't there gives nothing, ``b""``.
+    Weights are compared by `mm_checkpoint.source_digest`. A file that isn't there gives nothing, ``b""``.
     """
-    blocks, length = sampling
     digest = hashlib.blake2b(digest_size=16)
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))
-            if size <= blocks * length:
+            if size <= 2 * _EDGE:
                 digest.update(file.read())
             else:
-                for number in range(blocks):
-                    file.seek((size - length) * number // (blocks - 1))
-                    digest.update(file.read(length))
+                digest.update(file.read(_EDGE))
+                file.seek(size - _EDGE)
+                digest.update(file.read(_EDGE))
     except FileNotFoundError:
         return b""
     return digest.digest()

@@ -6,8 +6,6 @@ are checked: what made the files is not known. (The cache that `mm-trainer cache
 
 from __future__ import annotations
 
-import json
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from mm_checkpoint import BadInputError, find_source
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import Options as BaseOptions
 from mm_trainer.errors import BadSample, DataError
@@ -99,12 +98,12 @@ class LatentsDataset:
 
     def _shape(self, folder: Path, stem: str, key: str | None) -> Shape:
         path = folder / f"{stem}.safetensors"
-        header = read_header(path)
-        if key is None and len(header) != 1:
-            raise DataError(f"{path}: holds {', '.join(sorted(header)) or 'nothing'}; name the tensor to use")
-        if key is not None and key not in header:
-            raise DataError(f"{path}: no tensor {key!r}; it holds {', '.join(sorted(header)) or 'nothing'}")
-        return header[key if key is not None else next(iter(header))]
+        shapes = _read_shapes(path)
+        if key is None and len(shapes) != 1:
+            raise DataError(f"{path}: holds {', '.join(sorted(shapes)) or 'nothing'}; name the tensor to use")
+        if key is not None and key not in shapes:
+            raise DataError(f"{path}: no tensor {key!r}; it holds {', '.join(sorted(shapes)) or 'nothing'}")
+        return shapes[key if key is not None else next(iter(shapes))]
 
     def _check(self, shapes: list[Shape], *, dims: int, what: str, folder: Path) -> None:
         """All of the right rank, and equal in the leading (latents) or trailing (text) dim that the model fixes."""
@@ -128,18 +127,17 @@ def _pair_stems(latents: Path, texts: Path) -> list[str]:
     return sorted(left)
 
 
-def read_header(path: Path) -> dict[str, Shape]:
+def _read_shapes(path: Path) -> dict[str, Shape]:
     """Shapes of the tensors in a safetensors file, from its header alone.
 
     Raises:
         DataError: it is none.
     """
     try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > 100_000_000:
-                raise DataError(f"{path}: not a safetensors file")
-            header = json.loads(file.read(size))
-    except (OSError, struct.error, ValueError) as error:
-        raise DataError(f"{path}: not a safetensors file: {error}") from error
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        tensors = find_source(path).open()
+    except BadInputError as error:
+        raise DataError(str(error)) from error
+    try:
+        return {name: info.shape for name, info in tensors.tensors.items()}
+    finally:
+        tensors.close()

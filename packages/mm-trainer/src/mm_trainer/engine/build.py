@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from mm_checkpoint import LoadReport, get_key_map, resolve_source
+from mm_checkpoint import LoadReport, get_key_map
 from mm_parallel import (
     KeyedInitializer,
     ParallelMesh,
@@ -127,9 +127,9 @@ def build_model(
         elif spec.name in from_checkpoint:
             sources[prefix] = "a checkpoint, filled in below"
         elif not spec.meta_init:
-            sources[prefix] = _described_source(spec)
-        elif (source := resolve_source(spec.source)) is not None:
-            loads[prefix] = model.setup_weights(source, allow_missing=spec.source.allow_missing)
+            sources[prefix] = spec.weights.describe() if spec.weights is not None else "no source"
+        elif spec.weights is not None:
+            loads[prefix] = model.setup_weights(spec.weights, allow_missing=spec.source.allow_missing)
             sources[prefix] = loads[prefix].summary()
         else:
             model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
@@ -143,11 +143,6 @@ def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
     with meta_parameters():
         model = bound.model_classes[name].from_config(spec)
     return model.to(DTYPES[spec.dtype])
-
-
-def _described_source(spec: ModelSpec) -> str:
-    source = resolve_source(spec.source)
-    return source.describe() if source is not None else "no source"
 
 
 def _checkpointed_names(bound: BoundConfig) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mm_checkpoint import CheckpointManager, read_manifest, resolve_source
+from mm_checkpoint import CheckpointManager, read_manifest
 from mm_checkpoint._weights.sources import find_source
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.engine.build import BuiltModel
@@ -154,12 +154,11 @@ class CheckpointIO:
     def _describe(self, name: str) -> dict[str, Any]:
         """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
         model, spec = self._built.sub_models[name], self._built.specs[name]
-        source = resolve_source(spec.source)
         container = self._built.model
         pipeline = container.pipeline if isinstance(container, ModelContainer) else None
         return {
             "key_map": model.key_map,
-            "source": str(source.path) if source is not None else None,
+            "source": str(spec.weights.path) if spec.weights is not None else None,
             "source_config": type(model).export_config(spec),
             "export_folder": self._export_folders[name],
             "prefix": f"{name}." if name else "",

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_trainer.data.cache.dataset import UNKNOWN, CachedDataset
+from mm_checkpoint import source_digest
+from mm_trainer.data.cache.dataset import SETTINGS, UNKNOWN, CachedDataset, read_settings
+from mm_trainer.data.cache.legacy import is_of_0_1, weights_as_0_1_stated
 from mm_trainer.data.cache.writer import CacheOptions, CacheReport, Encode, write_cache
-from mm_trainer.data.identity import THROUGHOUT, file_digest
 from mm_trainer.data.open import build_tokenizer, open_datasets, worker_options
 from mm_trainer.errors import DataError
 
 if TYPE_CHECKING:
+    from mm_checkpoint import WeightSource
     from mm_parallel import ParallelMesh
     from mm_trainer.config import BoundConfig, ResolvedConfig
     from mm_trainer.config.binding import DatasetBinding
@@ -59,12 +61,14 @@ def make_cache(
     for name, bindings in ((TRAIN, bound.datasets), (VALIDATION, bound.val_datasets)):
         if not bindings:
             continue
+        folder = Path(config.data.cache) / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
         plain = [replace(binding, params=_without_dropout(binding.params)) for binding in bindings]
         reports[name] = write_cache(
-            Path(config.data.cache) / name,
+            folder,
             open_datasets(plain, bound, spec, seed=config.training.seed),
             encode,
-            settings=cache_settings(bindings, bound),
+            settings=cache_settings(bindings, bound, folder),
             tokenizer=build_tokenizer(bindings[0], bound),
             options=CacheOptions(
                 variants=variants if name == TRAIN else 1,
@@ -87,20 +91,27 @@ def open_cache(
     Raises:
         DataError: it is missing, unfinished or stale.
     """
+    read_settings(folder)  # refuses a missing cache before weights are read to compare them with it
     dropout = {float(binding.params.get("caption_dropout", 0.0)) for binding in bindings}
     if len(dropout) > 1:
         raise DataError(f"data.cache: the data sets of a mix must have one caption_dropout, got {sorted(dropout)}")
     return CachedDataset(
         folder,
         dataset=open_datasets(bindings, bound, spec, seed=seed),
-        settings=cache_settings(bindings, bound),
+        settings=cache_settings(bindings, bound, folder),
         seed=seed,
         caption_dropout=dropout.pop(),
     )
 
 
-def cache_settings(bindings: Sequence[DatasetBinding], bound: BoundConfig) -> dict[str, Any]:
-    """All that conditions depend on besides the samples; `UNKNOWN` where it can't be told here."""
+def cache_settings(
+    bindings: Sequence[DatasetBinding], bound: BoundConfig, folder: Path | None = None
+) -> dict[str, Any]:
+    """All that conditions depend on besides the samples; `UNKNOWN` where it can't be told here.
+
+    Args:
+        folder: the cache that is made or opened, whose parent keeps the memo that spares reading weights again.
+    """
     data = {
         str(number): {
             name: value for name, value in binding.params.items() if name not in {*NOT_CONDITIONS, "tokenizer"}
@@ -112,7 +123,7 @@ def cache_settings(bindings: Sequence[DatasetBinding], bound: BoundConfig) -> di
     if tokenizer is not None:
         ids = tokenizer([PROBE])["prompt_ids"].numpy().tobytes()
         probe = hashlib.blake2b(ids, digest_size=8).hexdigest()
-    encoders = {name: _encoder_settings(spec) for name, spec in bound.specs.items() if spec.freeze is True}
+    encoders = {name: _encoder_settings(spec, folder) for name, spec in bound.specs.items() if spec.freeze is True}
     return {"data": data, "tokens": probe, "encoders": encoders, "task": bound.task, "container": _container(bound)}
 
 
@@ -125,16 +136,8 @@ def _container(bound: BoundConfig) -> dict[str, Any]:
     return {"pipeline": pipeline and f"{pipeline.__module__}.{pipeline.__qualname__}", "options": options}
 
 
-def _encoder_settings(spec: ModelSpec) -> dict[str, Any]:
-    from mm_checkpoint import resolve_source
-
-    source = resolve_source(spec.source)
-    weights = UNKNOWN
-    if source is not None:
-        digest = hashlib.blake2b(json.dumps(source.config, sort_keys=True).encode(), digest_size=16)
-        for path in source.files:
-            digest.update(path.name.encode() + file_digest(path, THROUGHOUT))
-        weights = digest.hexdigest()
+def _encoder_settings(spec: ModelSpec, folder: Path | None) -> dict[str, Any]:
+    weights = UNKNOWN if spec.weights is None else _weights(spec.name, spec.weights, folder)
     return {
         "model_id": spec.model_id,
         "dtype": spec.dtype,
@@ -142,6 +145,15 @@ def _encoder_settings(spec: ModelSpec) -> dict[str, Any]:
         "options": spec.options.model_dump(mode="json"),
         "weights": weights,
     }
+
+
+def _weights(name: str, source: WeightSource, folder: Path | None) -> str:
+    """Which weights a source holds; for a cache of version 0.1 in the words of that version."""
+    if folder is not None and (folder / SETTINGS).is_file():
+        encoders = read_settings(folder).get("settings", {}).get("encoders", {})
+        if is_of_0_1(encoders.get(name, {}).get("weights")):
+            return weights_as_0_1_stated(source, cache=folder)
+    return source_digest(source, beside=folder and folder.parent)
 
 
 def _without_dropout(params: Mapping[str, Any]) -> dict[str, Any]:

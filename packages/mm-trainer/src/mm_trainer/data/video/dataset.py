@@ -20,7 +20,7 @@ from mm_trainer import registry
 from mm_trainer.contracts.clips import ClipProcessor
 from mm_trainer.contracts.dataset import DatasetContext
 from mm_trainer.contracts.spec import InputSpec
-from mm_trainer.data.identity import file_digest
+from mm_trainer.data.identity import clip_digest
 from mm_trainer.data.metadata.formats import read_table
 from mm_trainer.data.report import DataReport
 from mm_trainer.data.video.buckets import Bucket, cover, floor_frames
@@ -171,7 +171,7 @@ class VideoDataset:
         words = [*names, *self.table.captions(row), *(str(values[row]) for values in self.table.numbers.values())]
         digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=16)
         for name in names:
-            digest.update(file_digest(os.path.join(self.folder, name)))
+            digest.update(clip_digest(os.path.join(self.folder, name)))
         return digest.hexdigest()
 
     def _draw_view(self, index: int, sample_key: int) -> View:
