@@ -175,6 +175,18 @@ def test_an_alternation_with_one_view_is_asked(run_ranks: Any, tmp_path: Path) -
     assert all("loss" in record for record in validations), "one view, without a name"
 
 
+def test_gradients_of_what_a_step_does_not_train_are_dropped(run_ranks: Any, tmp_path: Path) -> None:
+    """They count neither in that step's norm nor in the next step: as if the idle sub-model had not run."""
+    weights = {}
+    for model_id in ("taking_turns", "running_in_turns"):
+        run = [f"training.save={tmp_path / model_id}"]
+        run_ranks(train_rank, 2, {}, run, write_config(tmp_path, model_id))
+        state = read_checkpoint(tmp_path / model_id / "iter_0000004")
+        weights[model_id] = {name: value for name, value in state.items() if name.startswith("model.")}
+    for name, value in weights["running_in_turns"].items():
+        torch.testing.assert_close(weights["taking_turns"][name], value, rtol=1e-6, atol=1e-7)
+
+
 def test_ranks_that_disagree_on_what_a_step_trains_are_refused(run_ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="step 3: the ranks disagree on which sub-model it trains") as info:
         run_ranks(train_rank, 2, {}, [], write_config(tmp_path, "going_astray"))

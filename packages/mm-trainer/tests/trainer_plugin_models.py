@@ -102,10 +102,12 @@ class Turns:
     """Sub-model a in even steps, b in odd ones, and one validation; ``astray``: a rank that takes the other one."""
 
     astray: bool = False
+    current: str = "a"
 
     def begin(self, step: int) -> tuple[str, ...]:
         wrong = self.astray and torch.distributed.get_rank() == 1 and step == 2
-        return ("ab"[(step + wrong) % 2],)
+        self.current = "ab"[(step + wrong) % 2]
+        return (self.current,)
 
     def views(self) -> Iterator[str]:
         yield ""
@@ -121,6 +123,16 @@ class TakingTurns(ModelContainer):
     def forward(self, **batch: Any) -> Any:
         first, second = self.a(**batch), self.b(**batch)
         return replace(first, loss=first.loss + second.loss)
+
+
+@register_container("running_in_turns")
+class RunningInTurns(TakingTurns):
+    """Only the sub-model that is trained runs, so the other one has no gradient."""
+
+    alternation = Turns()
+
+    def forward(self, **batch: Any) -> Any:
+        return self.get_sub_models()[self.alternation.current](**batch)
 
 
 @register_container("going_astray")
