@@ -21,12 +21,13 @@ SCRIPT = Path(sys.executable).parent / "mm-trainer"
 def train_and_describe(rank: int, world_size: int, environ: dict[str, str], overrides: list[str]) -> dict[str, Any]:
     """Train; which sub-models were never given memory?"""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     with engine.services.metrics:
         engine.train()
     return {name: all(p.is_meta for p in model.parameters()) for name, model in engine.model.get_sub_models().items()}

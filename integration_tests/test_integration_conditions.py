@@ -17,6 +17,7 @@ from torch import Tensor
 from workspace import Workspace
 
 from mm_parallel import ParallelMesh, count_communication
+from mm_trainer.commands.prepare import Prepared
 from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
 from mm_trainer.metrics.window import LogWindow
@@ -51,7 +52,7 @@ def train_and_watch(rank: int, world_size: int, environ: dict[str, str], overrid
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)
     mesh = ParallelMesh.build(config.mesh, device_type="cpu")
-    engine = make_engine(config, bind(config), mesh, dry_run=True)
+    engine = make_engine(Prepared(config, bind(config)), mesh, dry_run=True)
     seen, pipeline = Seen(), engine.model.pipeline
     prepare, noising = pipeline.prepare_conditions, pipeline.noising
 

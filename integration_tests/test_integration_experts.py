@@ -14,6 +14,7 @@ from test_integration_training import settings
 from workspace import Workspace
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.prepare import Prepared
 from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
 from mm_trainer.engine.loop import TrainEngine
@@ -46,7 +47,7 @@ def config(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> st
 def open_engine(world_size: int, environ: dict[str, str], overrides: Sequence[str], recipe: str) -> TrainEngine:
     os.environ.update(environ)
     config = resolve(load_config(recipe, overrides), world_size)
-    return make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    return make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
 
 
 def train_until(

@@ -35,12 +35,13 @@ def train_and_compare(rank: int, world_size: int, environ: dict[str, str], overr
     from safetensors.torch import load_file
 
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
     os.environ.update(environ)
     config = resolve(load_config(RECIPE, overrides), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     models = engine.model.get_sub_models()
     before = {name: full_state(model) for name, model in models.items()}
     first_step = engine.progress.step
@@ -101,6 +102,7 @@ def count_loads(rank: int, world_size: int, environ: dict[str, str], overrides: 
     """How often the tensors of each weight folder are opened on this rank while everything is built."""
     from mm_checkpoint import WeightSource
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
@@ -114,7 +116,7 @@ def count_loads(rank: int, world_size: int, environ: dict[str, str], overrides: 
 
     WeightSource.open = counting
     config = resolve(load_config(RECIPE, overrides), world_size)
-    make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     return opened
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.utils.tensorboard  # noqa: F401
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.prepare import Prepared
 from mm_trainer.commands.train import run_training
 from mm_trainer.config import bind, load_config, resolve
 
@@ -26,7 +27,7 @@ def train_rank(
     """Train and return the records of metrics.jsonl (rank 0's; other ranks return the same file's content)."""
     os.environ.update(environ)
     config = resolve(load_config(recipe, overrides), world_size)
-    run_training(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    run_training(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     return read_metrics(Path(config.training.save))
 
 

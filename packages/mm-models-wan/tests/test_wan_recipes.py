@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_trainer.commands.check import check
+from mm_trainer.commands.prepare import prepare
 from mm_trainer.config import load_config
 from mm_trainer.errors import ConfigError
 
@@ -16,9 +16,9 @@ BILLIONS = {"t2v_a14b": 14.288, "i2v_a14b": 14.289, "t2v_5b": 5.000, "ti2v_5b": 
 
 
 def passes(recipe: Path, devices: int) -> None:
-    checked = check(load_config(str(recipe), []), devices, require_files=False)
-    assert checked.built is not None, "shapes come from the named architectures"
-    trained = checked.built.trainable
+    checked = prepare(load_config(str(recipe), []), devices, require_files=False)
+    assert checked.structure is not None, "shapes come from the named architectures"
+    trained = checked.structure.trainable
     assert set(trained) == ({"predictor", "predictor_2"} if "_both_" in recipe.stem else {"predictor"})
     expected = next(count for name, count in BILLIONS.items() if recipe.stem.startswith(name))
     for model in trained.values():
@@ -45,7 +45,7 @@ def test_data_is_checked_where_no_weights_are(monkeypatch: pytest.MonkeyPatch, b
     monkeypatch.delenv("WAN", raising=False)
     monkeypatch.delenv("CLIPS", raising=False)
     recipe = "recipe:wan2_2/tiny_t2v"
-    checked = check(load_config(recipe, []), 2, require_files=False)
-    assert checked.built is None
+    checked = prepare(load_config(recipe, []), 2, require_files=False)
+    assert checked.structure is None
     with pytest.raises(ConfigError, match=message):
-        check(load_config(recipe, [f"data.dataset_param.buckets={buckets}"]), 2, require_files=False)
+        prepare(load_config(recipe, [f"data.dataset_param.buckets={buckets}"]), 2, require_files=False)

@@ -45,8 +45,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
     calls: list[tuple[Any, dict[str, Any]]] = []
 
-    def train(config: Any, **options: Any) -> int:
-        calls.append((config, options))
+    def train(prepared: Any, **options: Any) -> int:
+        calls.append((prepared.config, options))
         return 0
 
     monkeypatch.setattr(run, "train", train)
@@ -153,7 +153,7 @@ def test_a_cache_is_made_in_a_folder_that_needn_t_exist(
     from mm_trainer.commands import cache as run_cache
 
     seen: list[Any] = []
-    monkeypatch.setattr(run_cache, "cache", lambda config, **options: seen.append((config, options)) or 0)
+    monkeypatch.setattr(run_cache, "cache", lambda prepared, **options: seen.append((prepared.config, options)) or 0)
     config = write(tmp_path, SINGLE)
     assert main("cache", config, "data.cache=new/cache", "--variants", "2").code == 0
     ((loaded, options),) = seen

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from cfg_helpers import CONTAINER, SINGLE, environment, line_of, write
 
-from mm_trainer.commands.check import Checked, check
+from mm_trainer.commands.prepare import Prepared, prepare
 from mm_trainer.config import bind, dump_resolved, load_config
 from mm_trainer.errors import ConfigError
 
 
-def run_check(folder: Path, text: str, *overrides: str, ranks: int = 2, files: bool = True, **env: str) -> Checked:
+def run_check(folder: Path, text: str, *overrides: str, ranks: int = 2, files: bool = True, **env: str) -> Prepared:
     config = load_config(write(folder, text), overrides, environment=environment(folder, **env))
-    return check(config, ranks, require_files=files)
+    return prepare(config, ranks, require_files=files)
 
 
 def fails(folder: Path, text: str, *overrides: str, **options: Any) -> ConfigError:
@@ -39,8 +39,8 @@ def test_a_container_is_bound(tmp_path: Path) -> None:
     assert bound.specs["encoder"].freeze is True
     (data,) = bound.datasets
     assert data.params == {"dataset_type": "cfg_numbers", "tokenizer": None, "samples": 8, "width": 8}
-    assert checked.built is not None
-    assert next(checked.built.model.parameters()).is_meta
+    assert checked.structure is not None
+    assert next(checked.structure.model.parameters()).is_meta
 
 
 def test_a_single_model_is_bound(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_shapes_that_aren_t_here_are_a_note_or_come_from_architecture(tmp_path: 
     key = "model" if text is SINGLE else "model.models.predictor"
     overrides = [f"{key}.model_id=cfg_shaped", f"{key}.from_pretrained=not/here/yet"]
     checked = run_check(tmp_path, text, *overrides, files=False)
-    assert checked.built is None
+    assert checked.structure is None
     assert f"the shapes of {name} are not known" in checked.notes[-1]
     named = run_check(tmp_path, text, *overrides, f"{key}.architecture=small", files=False)
-    assert named.built is not None
+    assert named.structure is not None
     error = fails(tmp_path, text, *overrides, f"{key}.architecture=smal", files=False)
     assert error.key == f"{key}.architecture"
     error = fails(tmp_path, text, overrides[0], files=False)  # no weights are named, so nothing can be missing here

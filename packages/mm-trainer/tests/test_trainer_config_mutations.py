@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from cfg_helpers import CONTAINER, environment, run_cli, write
 
-from mm_trainer.commands.check import check
+from mm_trainer.commands.prepare import prepare
 from mm_trainer.config import dump_resolved, load_config, resolve
 from mm_trainer.errors import InputError
 
@@ -55,7 +55,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     config = resolve(load_config(write(folder, CONTAINER), overrides, environment=environment(folder)), 2)
     text = dump_resolved(config)
-    check(load_config(write(folder, text)), 2, require_files=True)
+    prepare(load_config(write(folder, text)), 2, require_files=True)
     return text
 
 
@@ -266,7 +266,7 @@ def test_every_mutation_is_refused_with_key_and_line(
     misses = []
     for mutation in kind(intact):
         try:
-            check(load_config(write(tmp_path, mutation.text)), 2, require_files=True)
+            prepare(load_config(write(tmp_path, mutation.text)), 2, require_files=True)
         except InputError as error:
             if not says(mutation, str(error)):
                 misses.append(f"{mutation.what}: expected {mutation.line}: {mutation.key}, got {error}")

@@ -13,7 +13,7 @@ from optimizer_models import build, run
 from pydantic import Field
 from torch import nn
 
-from mm_trainer.commands.check import check
+from mm_trainer.commands.prepare import prepare
 from mm_trainer.config import TrainingConfig, load_config, resolve
 from mm_trainer.contracts import OptimizerRequest, Options
 from mm_trainer.errors import ConfigError, InputError
@@ -39,7 +39,7 @@ def test_another_optimizer_s_state_is_refused() -> None:
 
 def refused(folder: Path, text: str, *overrides: str) -> ConfigError:
     with pytest.raises(ConfigError, match=".") as caught:
-        check(load_config(write(folder, text), overrides, environment=environment(folder)), 2, require_files=True)
+        prepare(load_config(write(folder, text), overrides, environment=environment(folder)), 2, require_files=True)
     return caught.value
 
 
@@ -64,7 +64,7 @@ def test_stochastic_rounding_of_fp32_weights_is_refused(tmp_path: Path) -> None:
     error = refused(tmp_path, CONTAINER, "training.optimizer=adamw_sr")
     assert error.key == "training.optimizer"
     assert "predictor has none; set model.models.predictor.dtype: bf16, or take adamw" in error.message
-    check(
+    prepare(
         load_config(
             write(tmp_path, CONTAINER),
             ["training.optimizer=adamw_sr", "model.models.predictor.dtype=bf16"],

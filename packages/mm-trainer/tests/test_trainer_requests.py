@@ -25,11 +25,12 @@ def config(tmp_path: Path) -> str:
 def train_and_interrupt(rank: int, world_size: int, config_file: str, action: str) -> list[int]:
     """Train; after the batch of step 3 rank 1 gets a SIGTERM, or somebody makes a file. Returns the saved steps."""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
     config = resolve(load_config(config_file, ["training.gc_interval=1"]), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     folder, batches = Path(config.training.save), engine.batches
 
     def interrupted() -> Any:

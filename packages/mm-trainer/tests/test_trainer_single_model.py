@@ -40,11 +40,12 @@ def config(tmp_path: Path) -> str:
 def inspect_start(rank: int, world_size: int, config_file: str, overrides: list[str]) -> dict[str, Any]:
     """Whole weights as they are before the first step."""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
     config = resolve(load_config(config_file, overrides), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     state = engine.model.state_dict()
     return {name: getattr(t, "full_tensor", lambda t=t: t)().numpy() for name, t in state.items()}
 

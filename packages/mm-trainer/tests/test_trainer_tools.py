@@ -68,13 +68,14 @@ def hang_in_step_two(rank: int, world_size: int, config_file: str) -> None:
     import time
 
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
     os.dup2(os.open(Path(config_file).with_name(f"stderr{rank}"), os.O_CREAT | os.O_WRONLY), 2)
     settings = ["training.step_timeout_s=0.5", "training.train_iters=2"]
     config = resolve(load_config(config_file, settings), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     batches = engine.batches
 
     def slow() -> Any:

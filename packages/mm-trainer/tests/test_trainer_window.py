@@ -17,6 +17,7 @@ from rank_training import train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_parallel import ParallelMesh
+from mm_trainer.commands.prepare import Prepared
 from mm_trainer.commands.train import make_engine
 from mm_trainer.config import bind, load_config, resolve
 from mm_trainer.engine.loop import TrainEngine
@@ -35,7 +36,7 @@ def overrides(run: Path, **changes: Any) -> list[str]:
 
 def open_engine(world_size: int, settings: Sequence[str]) -> TrainEngine:
     config = resolve(load_config(RECIPE, settings), world_size)
-    return make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    return make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
 
 
 # --- time ---------------------------------------------------------------------------------------------------------

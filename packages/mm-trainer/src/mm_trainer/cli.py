@@ -75,17 +75,15 @@ def train(
 
     With training.load=auto, ranks that are started again go on from the newest complete checkpoint.
     """
-    from mm_trainer.commands.job import Job, Ranks, run_job
+    from mm_trainer.commands.job import Job, run_job
+    from mm_trainer.launch.plan import launch_plan
 
     def check_restarts(loaded: TrainerConfig) -> None:
         if max_restarts and loaded.training.load != "auto":
             raise InputError("--max-restarts: ranks that start again can only go on with training.load=auto")
 
-    flags = ["--dry-run"] if dry_run else []
-    job = Job(
-        "train", "mm_trainer.commands.train:train", config, overrides or [], {"dry_run": dry_run}, flags, check_restarts
-    )
-    raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
+    job = Job("train", "mm_trainer.commands.train:train", config, overrides or [], {"dry_run": dry_run}, check_restarts)
+    raise typer.Exit(run_job(job, launch_plan(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
 @app.command()
@@ -100,11 +98,12 @@ def cache(
     variants: Annotated[int, typer.Option(min=1, help="Crops and captions per sample of the training set.")] = 1,
 ) -> None:
     """Run the frozen encoders over the data sets once and keep their output in data.cache."""
-    from mm_trainer.commands.job import Job, Ranks, run_job
+    from mm_trainer.commands.job import Job, run_job
+    from mm_trainer.launch.plan import launch_plan
 
-    options, flags = {"variants": variants}, ["--variants", str(variants)]
-    job = Job("cache", "mm_trainer.commands.cache:cache", config, overrides or [], options, flags, _make_cache_folder)
-    raise typer.Exit(run_job(job, Ranks(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
+    options = {"variants": variants}
+    job = Job("cache", "mm_trainer.commands.cache:cache", config, overrides or [], options, _make_cache_folder)
+    raise typer.Exit(run_job(job, launch_plan(nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, max_restarts)))
 
 
 def _make_cache_folder(config: TrainerConfig) -> None:
@@ -197,21 +196,19 @@ def check(
         return
     if config is None:
         raise InputError("CONFIG is missing: a YAML file, or recipe:NAME (`mm-trainer recipes` lists them)")
-    from mm_trainer.config import load_config, resolve
+    from mm_trainer.commands.prepare import prepare
+    from mm_trainer.config import load_config
     from mm_trainer.config.resolving import smallest_world_size
 
     loaded = load_config(config, overrides or [])
-    ranks = world_size or smallest_world_size(loaded)
-    resolve(loaded, ranks)  # what needs no plugin is answered before anything heavy is imported
+    prepared = prepare(loaded, world_size or smallest_world_size(loaded), require_files=files or data)
     from rich.console import Console
 
-    from mm_trainer.commands.check import check as run_check
     from mm_trainer.commands.check import print_report, scan_data
 
-    checked = run_check(loaded, ranks, require_files=files or data)
-    print_report(checked, Console())
+    print_report(prepared, Console())
     if data:
-        scan_data(checked, sheet.absolute(), Console())
+        scan_data(prepared, sheet.absolute(), Console())
 
 
 @recipes_app.callback()

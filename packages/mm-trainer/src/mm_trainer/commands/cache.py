@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mm_parallel import ParallelMesh, reset_frozen
+from mm_trainer.commands.prepare import Prepared
 from mm_trainer.commands.train import frozen_names
-from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, resolve
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.step import StepContext
 from mm_trainer.data.batch import to_device
@@ -29,7 +29,7 @@ PROGRESS_S = 10.0
 """Seconds between two lines on how far it is."""
 
 
-def cache(config: TrainerConfig, *, variants: int = 1) -> int:
+def cache(prepared: Prepared, *, variants: int = 1) -> int:
     """Write the cache that ``data.cache`` names; called once in every rank's process.
 
     Args:
@@ -41,30 +41,28 @@ def cache(config: TrainerConfig, *, variants: int = 1) -> int:
     environment = RankEnvironment.read()
     rank = environment or RankEnvironment()
     set_up_logging(rank.rank)
-    resolved = resolve(config, rank.world_size)
-    bound = bind(resolved)
-    device_type = pick_device(rank.local_rank)
-    with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
-        reports = write_caches(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type), variants)
+    config, device_type = prepared.config, pick_device(rank.local_rank)
+    with process_group(environment, device_type, timeout_s=config.parallel.timeout_s):
+        reports = write_caches(prepared, ParallelMesh.build(config.mesh, device_type=device_type), variants)
     for name, report in reports.items():
         log.info("%s: %s", name, report)
     return 0
 
 
-def write_caches(
-    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, variants: int = 1
-) -> dict[str, CacheReport]:
+def write_caches(prepared: Prepared, mesh: ParallelMesh, variants: int = 1) -> dict[str, CacheReport]:
     """Build the encoders only (what is trained stays on meta) and write the caches; the process group is initialised.
 
     Raises:
         ConfigError: no folder is named, or the model has no encoders of its own.
     """
+    config, bound = prepared.config, prepared.bound
     if config.data.cache is None:
         raise ConfigError("names no folder to write to", key="data.cache")
     encoders = frozen_names(bound)
     built = build_model(
         bound,
         mesh,
+        structure=prepared.structure,
         plan=config.parallel.fsdp_plan,
         features=config.features,
         seed=config.training.seed,

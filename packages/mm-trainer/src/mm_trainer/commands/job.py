@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mm_trainer.errors import ConfigError, InputError
 from mm_trainer.launch.failures import record_failure
@@ -17,6 +17,7 @@ from mm_trainer.launch.rank import RankEnvironment
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.config import TrainerConfig
 
 
@@ -26,36 +27,41 @@ class Job:
 
     Args:
         command: its name on the command line.
-        target: ``module:function`` that every rank calls with the loaded configuration; returns an exit code.
+        target: ``module:function`` that every rank calls with the prepared configuration; returns an exit code.
         config: file or ``recipe:NAME``.
         overrides: ``key=value``.
-        options: keyword arguments of the function.
-        flags: the same, as written on the command line.
-        prepare: called with the configuration before it is checked.
+        options: keyword arguments of the function, each a flag of the command.
+        on_load: called with the configuration once it is loaded, before anything else.
     """
 
     command: str
     target: str
     config: str
     overrides: Sequence[str]
-    options: Mapping[str, Any]
-    flags: Sequence[str] = ()
-    prepare: Callable[[TrainerConfig], None] | None = None
+    options: Mapping[str, bool | int]
+    on_load: Callable[[TrainerConfig], None] | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """The job as ``python`` arguments."""
+        flags = []
+        for name, value in self.options.items():
+            flag = f"--{name.replace('_', '-')}"
+            if value is True:
+                flags.append(flag)
+            elif value is not False:
+                flags += [flag, str(value)]
+        return ["-m", "mm_trainer", self.command, self.config, *self.overrides, *flags]
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Where a job runs, as the command line says it; see `LaunchPlan`."""
-
-    nproc_per_node: int | None = None
-    nnodes: int = 1
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    max_restarts: int = 0
-
-
-def run_job(job: Job, ranks: Ranks) -> int:
+def run_job(job: Job, plan: LaunchPlan | None) -> int:
     """Run ``job``; under torchrun or our own launcher, as the rank that this process is.
+
+    The configuration is loaded, resolved, bound and built on meta once in a process: here, and what comes of it is
+    handed on. A rank of our own launcher, which has done so to check it, builds for the run only.
+
+    Args:
+        plan: ranks to start; None where this process is the only one.
 
     Returns:
         the exit code.
@@ -63,45 +69,31 @@ def run_job(job: Job, ranks: Ranks) -> int:
     Raises:
         InputError: the configuration can't start; no rank has been started, no process group initialised.
     """
-    rank = RankEnvironment.read()
-    if rank is not None:
-        if not rank.supervised:  # our own launcher has checked
-            _check_first(job, rank.world_size)
-        return _run_here(job)
-    if ranks.nproc_per_node is None and ranks.nnodes == 1:
-        _check_first(job, 1)
-        return _run_here(job)
-    if ranks.nnodes > 1 and ranks.rdzv_endpoint is None:
-        raise InputError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the place where the nodes meet")
-    per_node = ranks.nproc_per_node or 1
-    grace_time_s = _check_first(job, per_node * ranks.nnodes)
-    plan = LaunchPlan(
-        per_node, ranks.nnodes, ranks.rdzv_endpoint, ranks.rdzv_id, ranks.max_restarts, grace_time_s=grace_time_s
-    )
-    return launch(plan, ["-m", "mm_trainer", job.command, job.config, *job.overrides, *job.flags])
-
-
-def _check_first(job: Job, world_size: int) -> float:
-    """Refuse a configuration that can't start; returns its grace time in seconds."""
-    from mm_trainer.commands.check import check
+    from mm_trainer.commands.prepare import prepare
     from mm_trainer.config import load_config
 
-    loaded = load_config(job.config, job.overrides)
-    if job.prepare is not None:
-        job.prepare(loaded)
-    return check(loaded, world_size, require_files=True).config.training.grace_time_s
-
-
-def _run_here(job: Job) -> int:
-    from mm_trainer.config import load_config, locate
-
     loaded = load_config(job.config, job.overrides)  # before torch, so that a wrong key is answered at once
+    rank = RankEnvironment.read()
+    supervised = rank is not None and rank.supervised
+    if job.on_load is not None and not supervised:
+        job.on_load(loaded)
+    if rank is not None:
+        return _run_here(job, prepare(loaded, rank.world_size, check=not supervised))
+    if plan is None:
+        return _run_here(job, prepare(loaded, 1))
+    training = prepare(loaded, plan.world_size).config.training
+    return launch(replace(plan, grace_time_s=training.grace_time_s), job.arguments)
+
+
+def _run_here(job: Job, prepared: Prepared) -> int:
     module, _, function = job.target.partition(":")
     target: Callable[..., int] = getattr(importlib.import_module(module), function)
     try:
-        return target(loaded, **job.options)
+        return target(prepared, **job.options)
     except ConfigError as error:  # raised by a model or an optimizer, which know the key only
-        raise locate(loaded, error) from error
+        from mm_trainer.config import locate
+
+        raise locate(prepared.config, error) from error
 
 
 def end_with(error: BaseException) -> None:

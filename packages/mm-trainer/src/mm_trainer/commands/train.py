@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,12 +16,14 @@ from rich.table import Table
 from mm_checkpoint import CheckpointManager
 from mm_parallel import ParallelMesh, accelerator
 from mm_trainer.commands.env import environment_report
-from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, TrainingConfig, bind, dump_resolved, resolve
+from mm_trainer.commands.prepare import Prepared
+from mm_trainer.config import BoundConfig, ResolvedConfig, TrainingConfig, dump_resolved
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.pipeline import Conditions
 from mm_trainer.contracts.step import StepContext
 from mm_trainer.data import BatchLoader, build_loader, build_validation
 from mm_trainer.data.batch import Batch, to_device
+from mm_trainer.data.loaders import ValidationBatches
 from mm_trainer.engine.build import BuiltModel, build_model
 from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.conditions import ConditionBatcher
@@ -42,8 +45,8 @@ from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainerConfig, *, dry_run: bool = False) -> int:
-    """Run the training that ``config`` describes; called once in every rank's process.
+def train(prepared: Prepared, *, dry_run: bool = False) -> int:
+    """Run the training that was prepared; called once in every rank's process.
 
     Args:
         dry_run: one step, nothing saved; reports the memory peak.
@@ -54,99 +57,53 @@ def train(config: TrainerConfig, *, dry_run: bool = False) -> int:
     environment = RankEnvironment.read()
     rank = environment or RankEnvironment()
     set_up_logging(rank.rank)
-    resolved = resolve(config, rank.world_size)
-    bound = bind(resolved)
-    device_type = pick_device(rank.local_rank)
-    if resolved.training.deterministic:
+    config, device_type = prepared.config, pick_device(rank.local_rank)
+    if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    with process_group(environment, device_type, timeout_s=resolved.parallel.timeout_s):
-        run_training(resolved, bound, ParallelMesh.build(resolved.mesh, device_type=device_type), dry_run=dry_run)
+    with process_group(environment, device_type, timeout_s=config.parallel.timeout_s):
+        run_training(prepared, ParallelMesh.build(config.mesh, device_type=device_type), dry_run=dry_run)
         if dry_run:
             log.info("one step done, nothing saved; %s", describe_memory_peak())
     return 0
 
 
-def run_training(
-    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
-) -> TrainEngine:
+def run_training(prepared: Prepared, mesh: ParallelMesh, *, dry_run: bool = False) -> TrainEngine:
     """Build, load or resume, and train on the ranks of ``mesh``; the process group is initialised."""
-    engine = make_engine(config, bound, mesh, dry_run=dry_run)
+    engine = make_engine(prepared, mesh, dry_run=dry_run)
     with engine.services.metrics:
         engine.train()
     return engine
 
 
-def make_engine(
-    config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, *, dry_run: bool = False
-) -> TrainEngine:
+def make_engine(prepared: Prepared, mesh: ParallelMesh, *, dry_run: bool = False) -> TrainEngine:
     """Everything up to the first step; called on all ranks."""
-    training, main_rank = config.training, mesh.rank == 0
-    folder = Path(training.save)
-    manager = CheckpointManager(
-        folder, keep_last=training.keep_last, keep_every=training.keep_every, async_save=training.save_async
-    )
-    resume_from = manager.resolve(training.load) if training.load is not None else None
-    warm_start = None
-    if resume_from is None and training.init_from is not None:
-        warm_start = manager.resolve(training.init_from)
-    built = build_model(
-        bound,
-        mesh,
-        plan=config.parallel.fsdp_plan,
-        features=config.features,
-        seed=training.seed,
-        attention_kernel=config.parallel.attention_kernel,
-        resuming=resume_from is not None or warm_start is not None,
-        unused=frozen_names(bound) if config.data.cache is not None else (),
-    )
+    config, training = prepared.config, prepared.config.training
+    origin = _Origin.of(training)
+    built = _build(prepared, mesh, origin)
     timer = PhaseTimer(mesh.device)
     context = StepContext(timer.phase, cross_submodel_prefetch=config.parallel.fsdp_plan.cross_submodel_prefetch)
     if isinstance(built.model, ModelContainer):
         built.model.set_step_context(context)
-    optimizers = build_optimizers(built.trainable, training)
-    ema = _make_ema(built, training)
-    resolved_text = dump_resolved(bound.config)  # with the plugins' own keys settled too
-    checkpoints = CheckpointIO(manager, built, optimizers, resolved_config=resolved_text, ema=ema)
-    loader = build_loader(config, bound, mesh, built.model.input_spec())
-    progress = Progress()
-    if resume_from is not None:
-        state = checkpoints.load(resume_from, with_optimizer=not training.no_load_optim)
-        loader.load_state_dict(state["data"])
-        progress = Progress(state["step"], state["samples"])
-        _report_resume(resume_from, progress, checkpoints, with_optimizer=not training.no_load_optim)
-    elif warm_start is not None:
-        checkpoints.load_weights(warm_start)
-        if ema is not None:
-            ema.restart()
-        log.info("warm start: weights from %s; step 0, fresh optimizer", warm_start)
+    optimizers, ema = build_optimizers(built.trainable, training), _make_ema(built, training)
+    resolved_text = dump_resolved(prepared.bound.config)  # with the plugins' own keys settled too
+    checkpoints = CheckpointIO(origin.manager, built, optimizers, resolved_config=resolved_text, ema=ema)
+    loader = build_loader(config, prepared.bound, mesh, built.model.input_spec())
+    progress = _restore(origin, checkpoints, loader, ema, with_optimizer=not training.no_load_optim)
     learning_rate = make_learning_rate(training, steps_per_epoch=loader.steps_per_epoch)
-    if main_rank:
+    if mesh.rank == 0:
         print_summary(built)
     if not dry_run:
         checkpoints.prepare(progress, loader.state_dict(step=progress.step))
-    writes = main_rank and not dry_run
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
-        (folder / "logs").mkdir(exist_ok=True)
-        (folder / "logs" / "environment.yaml").write_text(yaml.safe_dump(environment_report()), encoding="utf-8")
+        if mesh.rank == 0:
+            _describe_run(Path(training.save), resolved_text)
     services = Services(
         # Condition batching takes batches ahead of their use, so the position follows from the step.
         data_state=lambda: loader.state_dict(step=progress.step),
         checkpoints=None if dry_run else checkpoints,
-        metrics=MetricsWriter(
-            open_sinks(folder, config.tools.logging) if writes else [],
-            total_steps=learning_rate.total_steps,
-            first_step=progress.step,
-            enabled=main_rank,
-        ),
-        requests=RequestWatcher(None if dry_run else folder),
+        metrics=_metrics(config, mesh, progress, learning_rate, dry_run=dry_run),
+        requests=RequestWatcher(None if dry_run else Path(training.save)),
         profiles=_make_profiles(config, mesh, built, optimizers),
-        validation=(
-            build_validation(config, bound, mesh, built.model.input_spec())
-            if training.val_interval and not dry_run
-            else None
-        ),
+        validation=_validation(prepared, built, mesh, dry_run=dry_run),
         describe_sample=loader.describe,
         stepping=Stepping(built.model.alternation if isinstance(built.model, ModelContainer) else None),
         timer=timer,
@@ -165,6 +122,76 @@ def make_engine(
         last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
         reduce_every_micro_step=config.parallel.fsdp_plan.reduce_every_micro_step,
     )
+
+
+# --- where the run begins -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the run's weights come from, as far as that is a run of before.
+
+    Args:
+        manager: of this run's checkpoints.
+        resume_from: iteration to go on from.
+        warm_start: iteration whose weights the run starts with, if it doesn't go on from one.
+    """
+
+    manager: CheckpointManager
+    resume_from: Path | None
+    warm_start: Path | None
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> _Origin:
+        manager = CheckpointManager(
+            Path(training.save),
+            keep_last=training.keep_last,
+            keep_every=training.keep_every,
+            async_save=training.save_async,
+        )
+        resume_from = manager.resolve(training.load) if training.load is not None else None
+        warm_start = None
+        if resume_from is None and training.init_from is not None:
+            warm_start = manager.resolve(training.init_from)
+        return cls(manager, resume_from, warm_start)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the trained sub-models are filled by a checkpoint."""
+        return self.resume_from is not None or self.warm_start is not None
+
+
+def _build(prepared: Prepared, mesh: ParallelMesh, origin: _Origin) -> BuiltModel:
+    config = prepared.config
+    return build_model(
+        prepared.bound,
+        mesh,
+        structure=prepared.structure,
+        plan=config.parallel.fsdp_plan,
+        features=config.features,
+        seed=config.training.seed,
+        attention_kernel=config.parallel.attention_kernel,
+        resuming=origin.has_weights,
+        unused=frozen_names(prepared.bound) if config.data.cache is not None else (),
+    )
+
+
+def _restore(
+    origin: _Origin, checkpoints: CheckpointIO, loader: BatchLoader, ema: WeightAverage | None, *, with_optimizer: bool
+) -> Progress:
+    """Fill weights, optimizer and data position from an earlier run, if there is one; returns where it stood."""
+    if origin.resume_from is not None:
+        state = checkpoints.load(origin.resume_from, with_optimizer=with_optimizer)
+        loader.load_state_dict(state["data"])
+        progress = Progress(state["step"], state["samples"])
+        _report_resume(origin.resume_from, progress, checkpoints, with_optimizer=with_optimizer)
+        return progress
+    if origin.warm_start is not None:
+        checkpoints.load_weights(origin.warm_start)
+        if ema is not None:
+            ema.restart()
+        log.info("warm start: weights from %s; step 0, fresh optimizer", origin.warm_start)
+    return Progress()
 
 
 def frozen_names(bound: BoundConfig) -> tuple[str, ...]:
@@ -199,6 +226,36 @@ def _report_resume(path: Path, progress: Progress, checkpoints: CheckpointIO, *,
             difference.now,
             difference.effect,
         )
+
+
+# --- what surrounds the loop ------------------------------------------------------------------------------------------
+
+
+def _describe_run(folder: Path, resolved_text: str) -> None:
+    """The resolved configuration and the environment, beside the checkpoints; on one rank."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
+    (folder / "logs" / "environment.yaml").write_text(yaml.safe_dump(environment_report()), encoding="utf-8")
+
+
+def _metrics(
+    config: ResolvedConfig, mesh: ParallelMesh, progress: Progress, learning_rate: LearningRate, *, dry_run: bool
+) -> MetricsWriter:
+    writes = mesh.rank == 0 and not dry_run
+    return MetricsWriter(
+        open_sinks(Path(config.training.save), config.tools.logging) if writes else [],
+        total_steps=learning_rate.total_steps,
+        first_step=progress.step,
+        enabled=mesh.rank == 0,
+    )
+
+
+def _validation(
+    prepared: Prepared, built: BuiltModel, mesh: ParallelMesh, *, dry_run: bool
+) -> ValidationBatches | None:
+    if dry_run or not prepared.config.training.val_interval:
+        return None
+    return build_validation(prepared.config, prepared.bound, mesh, built.model.input_spec())
 
 
 def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | None:

@@ -87,6 +87,7 @@ def build_model(
     bound: BoundConfig,
     mesh: ParallelMesh,
     *,
+    structure: BuiltModel | None = None,
     plan: FSDPPlan,
     features: FeaturesConfig,
     seed: int,
@@ -97,14 +98,16 @@ def build_model(
     """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
 
     Args:
+        structure: what `build_structure` made of ``bound``, to go on with: its sub-models become this model's.
         attention_kernel: local kernel of self-attention, see `mm_parallel.ContextParallel`.
         resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
         unused: sub-models that this run never calls (encoders whose output is cached): they stay on meta, without
             memory or weights.
     """
     from_checkpoint = _checkpointed_names(bound) if resuming else ()
+    ready = {} if structure is None else {structure.specs[p].name: m for p, m in structure.sub_models.items()}
     components = {
-        name: _on_meta(bound, name)
+        name: (ready[name] if name in ready else _on_meta(bound, name))
         if spec.meta_init or name in from_checkpoint or name in unused
         else bound.model_classes[name].from_pretrained(spec)
         for name, spec in bound.specs.items()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mm_trainer.errors import InputError
+
 FAULT = 1
 """Exit code of a run that failed through a fault of ours."""
 
@@ -35,3 +37,18 @@ class LaunchPlan:
     def world_size(self) -> int:
         """All ranks of the job."""
         return self.nproc_per_node * self.nnodes
+
+
+def launch_plan(
+    nproc_per_node: int | None, nnodes: int, rdzv_endpoint: str | None, rdzv_id: str | None, max_restarts: int
+) -> LaunchPlan | None:
+    """What the command line says; None where this process is to be the only rank.
+
+    Raises:
+        InputError: several nodes, and no place where they meet.
+    """
+    if nproc_per_node is None and nnodes == 1:
+        return None
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise InputError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the place where the nodes meet")
+    return LaunchPlan(nproc_per_node or 1, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
