@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mm_parallel import ParallelMesh, reset_frozen
 from mm_trainer.commands.prepare import Prepared
-from mm_trainer.commands.train import frozen_names
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.step import StepContext
 from mm_trainer.data.batch import to_device
@@ -58,7 +57,7 @@ def write_caches(prepared: Prepared, mesh: ParallelMesh, variants: int = 1) -> d
     config, bound = prepared.config, prepared.bound
     if config.data.cache is None:
         raise ConfigError("names no folder to write to", key="data.cache")
-    encoders = frozen_names(bound)
+    encoders = bound.frozen
     built = build_model(
         bound,
         mesh,

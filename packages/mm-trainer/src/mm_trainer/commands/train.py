@@ -17,7 +17,7 @@ from mm_checkpoint import CheckpointManager
 from mm_parallel import ParallelMesh, accelerator
 from mm_trainer.commands.env import environment_report
 from mm_trainer.commands.prepare import Prepared
-from mm_trainer.config import BoundConfig, ResolvedConfig, TrainingConfig, dump_resolved
+from mm_trainer.config import ResolvedConfig, TrainingConfig, dump_resolved
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.pipeline import Conditions
 from mm_trainer.contracts.step import StepContext
@@ -172,7 +172,7 @@ def _build(prepared: Prepared, mesh: ParallelMesh, origin: _Origin) -> BuiltMode
         seed=config.training.seed,
         attention_kernel=config.parallel.attention_kernel,
         resuming=origin.has_weights,
-        unused=frozen_names(prepared.bound) if config.data.cache is not None else (),
+        unused=prepared.bound.frozen if config.data.cache is not None else (),
     )
 
 
@@ -192,11 +192,6 @@ def _restore(
             ema.restart()
         log.info("warm start: weights from %s; step 0, fresh optimizer", origin.warm_start)
     return Progress()
-
-
-def frozen_names(bound: BoundConfig) -> tuple[str, ...]:
-    """The sub-models that make conditions: those that are frozen as a whole."""
-    return tuple(name for name, spec in bound.specs.items() if spec.freeze is True)
 
 
 def make_learning_rate(training: TrainingConfig, *, steps_per_epoch: int) -> LearningRate:

@@ -81,6 +81,11 @@ class BoundConfig:
     notes: tuple[str, ...] = ()
     without_source: frozenset[str] = frozenset()
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The sub-models that make conditions: those that are frozen as a whole."""
+        return tuple(name for name, spec in self.specs.items() if spec.freeze is True)
+
 
 def bind(config: TrainerConfig, *, require_files: bool = True) -> BoundConfig:
     """Import what ``config`` names and validate the plugins' own keys.
