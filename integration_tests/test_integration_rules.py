@@ -88,6 +88,16 @@ def test_no_model_familys_concept_is_known_outside_its_own_package(package: str)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_no_private_module_of_a_sibling_is_imported(package: str) -> None:
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+                own = node.module.split(".")[0] == package
+                private = [part for part in node.module.split(".")[1:] if re.match("_[a-z]", part)]
+                assert own or not private, f"{path.relative_to(ROOT)} imports {node.module}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_direct_import_is_a_declared_dependency(package: str) -> None:
     known = set(declared(package))
     for path in sources(package):

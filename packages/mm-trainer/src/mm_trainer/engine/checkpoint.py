@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mm_checkpoint import CheckpointManager, read_manifest
-from mm_checkpoint._weights.sources import find_source
+from mm_checkpoint import CheckpointManager, find_source, read_manifest
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.engine.build import BuiltModel
 from mm_trainer.engine.config_diff import Difference, compare_configs
