@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -42,6 +43,36 @@ def test_more_ranks_than_devices_are_one_message(monkeypatch: pytest.MonkeyPatch
             pick_device(2)
     finally:
         accelerator.cache_clear()
+
+
+def test_a_rank_without_a_device_ends_with_2_and_tells_its_launcher(tmp_path: Path) -> None:
+    """The ranks that have a device know nothing of it; a launcher, ours or torchrun, shows what the file holds."""
+    site, told = site_folder(tmp_path / "site", "cuda", devices=1), tmp_path / "error.json"
+    done = run_cli(
+        ["train", write(tmp_path, SINGLE)],
+        tmp_path,
+        PYTHONPATH=os.pathsep.join([str(site), str(TESTS)]),
+        TORCHELASTIC_ERROR_FILE=str(told),
+        **dict.fromkeys(["RANK", "LOCAL_RANK"], "1"),
+        WORLD_SIZE="2",
+    )
+    assert done.code == 2, done.err
+    said = json.loads(told.read_text())["mm_trainer"]["text"]
+    assert said.startswith("rank 1 of this machine has no device of its own: there are 1 of type cuda")
+
+
+def test_clips_made_on_the_cpu_of_such_a_build_say_so(tmp_path: Path) -> None:
+    site = site_folder(tmp_path / "site", "cuda")
+    command = (
+        "from mm_parallel import default_device_type\n"
+        "from mm_trainer import cli\n"
+        "from mm_trainer.commands import sample\n"
+        "sample.sample = lambda *_, **__: [default_device_type()]\n"
+        "cli.app(['sample', 'folder', '--prompt', 'a rabbit'])\n"
+    )
+    done = run_cli([], tmp_path, python=("-c", command), PYTHONPATH=os.pathsep.join([str(site), str(TESTS)]))
+    assert (done.code, done.out) == (0, "cpu\n"), done.err
+    assert done.err.count("no such device is here: everything runs on the CPU") == 1
 
 
 def test_the_environment_report_of_such_a_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from cfg_helpers import SINGLE, TESTS, cli_environment, run_cli, write
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from mm_trainer.errors import InputError
 from mm_trainer.launch import agent as elastic
@@ -138,6 +139,66 @@ def test_a_signal_before_any_rank_starts_none(
     assert launch(LaunchPlan(2, max_restarts=3), [RANK, "graceful", str(tmp_path)]) == 0
     assert capfd.readouterr().err == "mm-trainer: asked to stop while no rank was running; none is started\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_between_the_decision_to_restart_and_the_restart_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks have ended, and the agent no longer asks whether it may start them again."""
+    restart = elastic.RankAgent._restart_workers
+
+    def signalled(self: elastic.RankAgent, group: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        restart(self, group)
+
+    monkeypatch.setattr(elastic.RankAgent, "_restart_workers", signalled)
+    assert launch(LaunchPlan(2, max_restarts=1), [RANK, "restart", str(tmp_path)]) == 1
+    assert not (tmp_path / "rank0.1").exists()
+    assert "started again" not in capfd.readouterr().err
+
+
+def test_another_node_s_restart_doesn_t_start_ranks_that_were_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are left to save and end, and none takes their place."""
+    waiting = iter([1])
+
+    def num_nodes_waiting(self: DynamicRendezvousHandler) -> int:
+        wait_for(tmp_path / "ready0", tmp_path / "ready1")
+        number = next(waiting, 0)
+        if number:
+            signal.raise_signal(signal.SIGTERM)
+        return number
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", num_nodes_waiting)
+    monkeypatch.setattr(elastic, "KILL_AFTER_GRACE_S", 0.0)
+    assert launch(LaunchPlan(2, grace_time_s=15), [RANK, "graceful", str(tmp_path)]) == 0
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+
+
+def test_a_second_signal_doesn_t_interrupt_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are still being cleared away then: cut short, some would be left running."""
+    signal_in(monkeypatch, "_rendezvous", before=True)
+    original, ended = LocalElasticAgent._shutdown, []
+
+    def shutdown(self: LocalElasticAgent, *arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        original(self, *arguments, **options)
+        ended.append(True)
+
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", shutdown)
+    assert launch(LaunchPlan(2), [RANK, "graceful", str(tmp_path)]) == 0
+    assert ended == [True]
+
+
+def test_a_signal_after_the_ranks_end_reaches_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other nodes are waited for then; a process id that was ours may be another program's by now."""
+    signal_in(monkeypatch, "_exit_barrier")
+    signalled: list[int] = []
+    monkeypatch.setattr(elastic.os, "kill", lambda pid, number: signalled.append(pid))
+    assert launch(LaunchPlan(2), [RANK, "fine", str(tmp_path)]) == 0
+    assert signalled == []
 
 
 @pytest.mark.parametrize("method", ["_stop_workers", "_rendezvous"])

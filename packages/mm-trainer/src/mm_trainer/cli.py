@@ -145,6 +145,7 @@ def sample(
     from mm_trainer.commands.sample import describe_options, sampler_of
     from mm_trainer.commands.sample import sample as run_sampling
     from mm_trainer.contracts.sampling import SampleRequest
+    from mm_trainer.launch.process import set_up_logging
 
     if options:
         print("\n".join(describe_options(sampler_of(source, container))))
@@ -163,6 +164,7 @@ def sample(
         image=image,
         last_image=last_image,
     )
+    set_up_logging(rank=0)
     requests = [replace(first, prompt=text, seed=seed + number) for number, text in enumerate(prompt)]
     for clip in run_sampling(
         source, requests, output=output, base=base, container=container, dtype=dtype, options=option or []

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -31,8 +31,11 @@ PROBE_S = 30.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class StopRequested(Exception):
-    """A signal came while no rank was running: there is nobody to hand it to, and none is to be started."""
+class StopRequested(BaseException):
+    """A signal came while no rank was running: there is nobody to hand it to, and none is to be started.
+
+    Not an `Exception`: it may come up anywhere in torch's agent, and nothing there is to catch it.
+    """
 
 
 class _Phase(Enum):
@@ -49,7 +52,7 @@ class RankAgent(LocalElasticAgent):
     [Note: signals] Handlers run in the thread that the agent works in, between two of its steps. A signal that comes
     while ranks run is handed on at once; one that comes while they are being started is kept, and handed on as soon as
     all their ids are known; one that comes while there are none ends the agent (`StopRequested`), which would otherwise
-    start ranks that nobody wants any more, or first wait for other nodes.
+    start ranks that nobody wants any more, or first wait for other nodes. After any of them no rank is started.
 
     Args:
         plan: how many ranks, where.
@@ -83,6 +86,7 @@ class RankAgent(LocalElasticAgent):
         self._failures: dict[int, ProcessFailure] = {}
         self._phase = _Phase.NO_RANKS
         self._kept: signal.Signals | None = None
+        self._stopping = False
 
     @property
     def failures(self) -> Mapping[int, ProcessFailure]:
@@ -93,20 +97,21 @@ class RankAgent(LocalElasticAgent):
         """Hand a signal on, see [Note: signals]; to be called in the agent's own thread.
 
         Raises:
-            StopRequested: there are no ranks.
+            StopRequested: there are no ranks; raised once, since it would cut the way out short.
         """
-        if self._phase is _Phase.NO_RANKS:
-            raise StopRequested
-        if self._phase is _Phase.STARTING:
-            self._kept = number
-        else:
+        is_first, self._stopping = not self._stopping, True
+        if self._phase is _Phase.RUNNING:
             self.signal_ranks(number)
+        elif self._phase is _Phase.STARTING:
+            self._kept = number
+        elif is_first:
+            raise StopRequested
 
     def signal_ranks(self, number: signal.Signals) -> None:
         """Send a signal to every rank of this node that runs; none is started again after that."""
         self._remaining_restarts = 0
         for worker in self.get_worker_group().workers:
-            if worker.id:  # the process id, once it is started
+            if worker.id and _is_child(worker.id):  # the process id, once it is started
                 try:
                     os.kill(worker.id, number)
                 except ProcessLookupError:
@@ -120,6 +125,8 @@ class RankAgent(LocalElasticAgent):
             self.signal_ranks(self._kept)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._stopping:
+            raise StopRequested
         self._phase = _Phase.STARTING
         return super()._start_workers(worker_group)
 
@@ -132,9 +139,22 @@ class RankAgent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._stopping and worker_group.state is WorkerState.HEALTHY:
+            return  # another node starts its ranks again; ours are saving, and end by themselves
         self._phase = _Phase.NO_RANKS
+        if self._stopping:  # since the agent decided to start the ranks again
+            raise StopRequested
         self._on_restart(self._failures)
         super()._restart_workers(worker_group)
+
+
+def _is_child(pid: int) -> bool:
+    """Whether a process id is still ours: once a child has been waited for, another program may get its id."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _has_failed(pid: int) -> bool:
