@@ -51,7 +51,10 @@ def test_a_service_is_started_fed_and_finished(tmp_path: Path, monkeypatch: pyte
     assert calls == [("init", "films"), ("log", ({"train/loss": 3.0}, 1)), ("finish", None)]
 
 
-def test_a_service_that_is_not_installed_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_service_that_is_not_installed_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     config = LoggingConfig.model_validate({"wandb": {"project": "films"}})
     with pytest.raises(
         ConfigError, match=r"tools.logging.wandb: wandb isn't installed: pip install 'mm-trainer\[wandb\]'"
