@@ -70,5 +70,5 @@ def test_a_parameter_pattern_means_a_name_a_module_or_a_tail() -> None:
     assert match_parameters(names, ["blocks.{*}"], key="x") == set(names[:3])
     assert match_parameters(names, ["bias"], key="x") == {names[1], names[3]}
     assert match_parameters(names, ["norm3.weight"], key="x") == {names[2]}
-    with pytest.raises(ConfigError, match="no_decay_params: pattern 'biass' matches no parameter; nearest: bias"):
+    with pytest.raises(ConfigError, match=r"no_decay_params\.0: pattern 'biass' matches no parameter; nearest: bias"):
         match_parameters(names, ["biass"], key="training.no_decay_params")

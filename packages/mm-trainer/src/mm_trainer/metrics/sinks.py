@@ -70,9 +70,14 @@ class Tracker:
     def __init__(self, module: str, settings: Mapping[str, Any], folder: Path) -> None:
         try:
             self._module = importlib.import_module(module)
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ConfigError(
                 f"{module} isn't installed: pip install 'mm-trainer[{module}]'", key=f"tools.logging.{module}"
+            ) from error
+        except ImportError as error:  # it is there, and doesn't suit what else is
+            raise ConfigError(
+                f"{module} can't be imported ({error}): pip install --upgrade 'mm-trainer[{module}]'",
+                key=f"tools.logging.{module}",
             ) from error
         given = {name: value for name, value in settings.items() if value is not None}
         self._module.init(**given, config={"folder": str(folder)})
@@ -88,7 +93,7 @@ def open_sinks(folder: Path, config: LoggingConfig) -> list[Sink]:
     """The sinks that ``tools.logging`` asks for; JSON lines always.
 
     Raises:
-        ConfigError: one that isn't installed.
+        ConfigError: one that isn't installed or can't be imported.
     """
     with ExitStack() as opened:
         sinks: list[Sink] = []
