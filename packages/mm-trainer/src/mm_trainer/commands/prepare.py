@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, locate, resolve
 from mm_trainer.config.yaml.diagnose import from_value_error
-from mm_trainer.errors import ConfigError, DataError
+from mm_trainer.errors import ConfigError, DataError, PluginError
 
 if TYPE_CHECKING:
     from mm_trainer.contracts.spec import InputSpec
@@ -149,5 +149,5 @@ def _check_data(bound: BoundConfig, spec: InputSpec) -> None:
         if isinstance(binding.factory, ChecksInputSpec):
             try:
                 binding.factory.check_input_spec(binding.params, spec)
-            except DataError as error:
+            except (DataError, PluginError) as error:
                 raise ConfigError(str(error), key=binding.key) from error

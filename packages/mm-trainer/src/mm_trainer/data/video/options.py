@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from mm_trainer import registry
 from mm_trainer.contracts.spec import InputSpec, Options
 from mm_trainer.data.video.buckets import Bucket, BudgetBuckets, FixedBuckets, check_bucket, parse_buckets
 from mm_trainer.data.video.captions import TextCleaning
-from mm_trainer.errors import DataError
+from mm_trainer.errors import DataError, PluginError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -45,6 +46,16 @@ class VideoOptions(Options):
     """Cleaning before the model's own tokenise step; see `mm_trainer.data.video.captions`."""
     processor: str | None = None
     """Name in the entry-point group mm_trainer.clip_processors: adds a model family's own entries to each sample."""
+
+    @field_validator("processor")
+    @classmethod
+    def _is_installed(cls, name: str | None) -> str | None:
+        if name is not None:
+            try:
+                registry.find(registry.CLIP_PROCESSORS, name)
+            except PluginError as error:
+                raise ValueError(str(error)) from error
+        return name
 
 
 def make_chooser(options: VideoOptions, spec: InputSpec) -> FixedBuckets | BudgetBuckets:
