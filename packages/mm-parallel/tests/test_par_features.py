@@ -404,3 +404,17 @@ def test_apply_features_reports_what_it_did():
     assert done == {"recompute": {BLOCKS[0]: names}, "offload": {BLOCKS[0]: names}}
     loss = F.mse_loss(model.predictor(*(batch(0)[i] for i in (0, 1)), torch.zeros(1, 5, 8)), batch(0)[3])
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload"])
+def test_a_plan_needs_no_switch_and_is_checked_though_switched_off(kind):
+    switch = {"recompute": "recompute", "offload": "enable_activation_offload"}[kind]
+    name = {"recompute": "recompute_plan", "offload": "activation_offload_plan"}[kind]
+    plan = {"recompute": RecomputePlan, "offload": ActivationOffloadPlan}[kind]
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    on = FeaturesConfig(**{name: plan(apply_modules=("0",))})
+    assert check_features(model, on) == {kind: {"0": ["0"]}}
+    off = FeaturesConfig(**{name: plan(apply_modules=("0",)), switch: False})
+    assert check_features(model, off) == {}
+    with pytest.raises(PatternError, match="'x' matches no module"):
+        check_features(model, FeaturesConfig(**{name: plan(apply_modules=("x",)), switch: False}))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from mm_trainer.config import TrainingConfig
 from mm_trainer.engine.conditions import ConditionBatcher
-from mm_trainer.errors import ConfigError
+from mm_trainer.engine.coverage import GradientCoverage
+from mm_trainer.errors import ConfigError, TrainingFault
 from mm_trainer.optim.lr import LearningRate
+from mm_trainer.optim.optimizers import build_optimizers
 from mm_trainer.optim.parameters import match_parameters
 from mm_trainer.randomness import keyed_generator, keyed_normal, keyed_uniform
 
@@ -72,3 +77,26 @@ def test_a_parameter_pattern_means_a_name_a_module_or_a_tail() -> None:
     assert match_parameters(names, ["norm3.weight"], key="x") == {names[2]}
     with pytest.raises(ConfigError, match=r"no_decay_params\.0: pattern 'biass' matches no parameter; nearest: bias"):
         match_parameters(names, ["biass"], key="training.no_decay_params")
+
+
+def coverage_of(model: nn.Module) -> tuple[GradientCoverage, dict[str, Any]]:
+    return GradientCoverage(), build_optimizers({"net": model}, TrainingConfig(train_iters=1))
+
+
+def test_a_sub_model_that_no_gradient_reaches_ends_the_run_in_its_first_step() -> None:
+    coverage, optimizers = coverage_of(nn.Linear(2, 2))
+    with pytest.raises(TrainingFault, match=r"none of the 2 trained parameters of net .*net\.bias, net\.weight"):
+        coverage.check(["net"], optimizers)
+
+
+def test_single_parameters_that_no_gradient_reaches_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    coverage, optimizers = coverage_of(model)
+    model[0](torch.ones(1, 2)).sum().backward()
+    coverage.check([], optimizers)  # a step that trains another sub-model says nothing of this one
+    assert not caplog.records
+    coverage.check(["net"], optimizers)
+    coverage.check(["net"], optimizers)
+    assert [record.message for record in caplog.records] == [
+        "2 of 4 parameters received no gradient: net.1.bias, net.1.weight"
+    ]

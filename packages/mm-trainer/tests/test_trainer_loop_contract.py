@@ -13,6 +13,8 @@ import torch
 from rank_training import read_checkpoint, trace, train_rank
 from torch import Tensor, nn
 
+from mm_trainer.errors import TrainingFault
+
 STEPS, ACCUMULATE, LR = 3, 2, 0.05
 
 
@@ -249,3 +251,22 @@ def test_the_loss_keeps_its_dtype(run_ranks: Any, tmp_path: Path, ranks: int) ->
         run = [f"training.save={tmp_path / kind}", f"parallel.fsdp_plan.output_dtype={kind}"]
         traces.append(trace(run_ranks(train_rank, ranks, {}, run, config)[0]))
     assert traces[0] == traces[1]
+
+
+class Detached(Bare):
+    """Returns a loss that has a gradient, but not one of its own parameters."""
+
+    def forward(self, x: Tensor, sample_key: Tensor) -> Any:
+        return SimpleNamespace(loss=x.detach().clone().requires_grad_().sum())
+
+
+def train_detached(rank: int, ranks: int, folder: str) -> str:
+    with pytest.raises(TrainingFault, match="none of the") as caught:
+        make_engine(make_bare(Detached), Path(folder)).train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_without_the_parameters_is_found_in_the_first_step(run_ranks: Any, tmp_path: Path, ranks: int) -> None:
+    for message in run_ranks(train_detached, ranks, str(tmp_path)):
+        assert "received a gradient in its first step" in message

@@ -154,3 +154,40 @@ def test_the_built_in_optimizers_have_no_options() -> None:
     with pytest.raises(ConfigError, match="not permitted") as caught:
         check_optimizer({"": nn.Linear(2, 2)}, training(optimizer_options={"amsgrad": True}))
     assert caught.value.key == "training.optimizer_options.amsgrad"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_weights_are_refused_where_they_barely_train(tmp_path: Path, kind: str, dtype: str) -> None:
+    """At usual rates nearly every update is below the weights' rounding, which no figure of a log shows."""
+    overrides = [f"training.optimizer={kind}", f"model.models.predictor.dtype={dtype}"]
+    error = refused(tmp_path, CONTAINER, *overrides)
+    assert error.key == "model.models.predictor.dtype"
+    assert "set fp32 here" in error.message
+    assert "adamw_sr" in error.message
+    for remedy in (
+        "model.models.predictor.dtype=fp32",
+        "training.optimizer=adamw_sr" if dtype == "bf16" else "model.models.predictor.dtype=fp32",
+        "training.optimizer_options={half_precision_weights: true}",
+    ):
+        configuration = load_config(write(tmp_path, CONTAINER), [*overrides, remedy], environment=environment(tmp_path))
+        prepare(configuration, 2)
+
+
+def test_frozen_half_precision_weights_are_nobody_s_business(tmp_path: Path) -> None:
+    overrides = ["model.models.encoder.dtype=bf16"]
+    prepare(load_config(write(tmp_path, CONTAINER), overrides, environment=environment(tmp_path)), 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "rate"),
+    [
+        ({}, None),
+        ({"decay": 0.5}, 0.5),
+        ({"enable": True}, 0.9999),
+        ({"enable": True, "decay": 0.5}, 0.5),
+        ({"enable": False, "decay": 0.5}, None),
+    ],
+)
+def test_an_average_is_kept_where_a_decay_is_given(section: dict[str, Any], rate: float | None) -> None:
+    assert training(ema=section).ema.rate == rate

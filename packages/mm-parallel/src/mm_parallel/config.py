@@ -282,16 +282,16 @@ class FeaturesConfig:
     """The ``features`` section: what trades compute or bandwidth for memory.
 
     Args:
-        recompute: switches ``recompute_plan`` on.
-        enable_activation_offload: switches ``activation_offload_plan`` on.
+        recompute: switches ``recompute_plan``; None: on as soon as it names modules.
+        enable_activation_offload: the same for ``activation_offload_plan``.
         compile_plan: on as soon as it names modules.
     """
 
     __pydantic_config__ = _FORBID_UNKNOWN_KEYS
 
-    recompute: bool = False
+    recompute: bool | None = None
     recompute_plan: RecomputePlan = field(default_factory=RecomputePlan)
-    enable_activation_offload: bool = False
+    enable_activation_offload: bool | None = None
     activation_offload_plan: ActivationOffloadPlan = field(default_factory=ActivationOffloadPlan)
     compile_plan: CompilePlan = field(default_factory=CompilePlan)
 
@@ -304,6 +304,16 @@ class FeaturesConfig:
                 raise _field_error(
                     "features", switch, f"true, but features.{plan}.apply_modules is empty; name the modules"
                 )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether ``recompute_plan`` is on."""
+        return bool(self.recompute_plan.apply_modules) and self.recompute is not False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether ``activation_offload_plan`` is on."""
+        return bool(self.activation_offload_plan.apply_modules) and self.enable_activation_offload is not False
 
 
 def _field_error(owner: str, name: str, message: str, *below: int) -> FieldError:

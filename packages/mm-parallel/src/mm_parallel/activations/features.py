@@ -36,7 +36,7 @@ def apply_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
 
     Args:
         model: patterns are matched against its ``named_modules()``; see [Note: Forward layers] for the order.
-        features: what is switched off or names no modules does nothing.
+        features: what is switched off or names no modules does nothing, but patterns are checked all the same.
 
     Returns:
         For each of ``compile``, ``recompute`` and ``offload`` that is on: pattern → names of the modules.
@@ -63,18 +63,18 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
     """What :func:`apply_features` would do, and its errors, without doing it; works on a model built on meta."""
     plans: dict[str, tuple[bool, CompilePlan | RecomputePlan | ActivationOffloadPlan]] = {
         "compile": (bool(features.compile_plan.apply_modules), features.compile_plan),
-        "recompute": (features.recompute, features.recompute_plan),
-        "offload": (features.enable_activation_offload, features.activation_offload_plan),
+        "recompute": (features.recomputes, features.recompute_plan),
+        "offload": (features.offloads, features.activation_offload_plan),
     }
     matches = {}
     for feature, (is_on, plan) in plans.items():
+        what = f"features.{_SECTIONS[feature]}.apply_modules"
+        with below(_SECTIONS[feature], "apply_modules"):
+            found = match_callable_modules(model, plan.apply_modules, what=what)
+            _refuse_nested(list(_unique_modules(model, found)), what=what)
         if is_on:
-            what = f"features.{_SECTIONS[feature]}.apply_modules"
-            with below(_SECTIONS[feature], "apply_modules"):
-                matches[feature] = match_callable_modules(model, plan.apply_modules, what=what)
-                _refuse_nested(list(_unique_modules(model, matches[feature])), what=what)
-    if features.recompute:
-        _kept_ops(features.recompute_plan)
+            matches[feature] = found
+    _kept_ops(features.recompute_plan)
     return matches
 
 

@@ -254,7 +254,8 @@ def _validation(
 
 
 def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | None:
-    if not training.ema.enable:
+    decay = training.ema.rate
+    if decay is None:
         return None
     parameters = {
         f"{prefix}.{name}" if prefix else name: parameter
@@ -262,7 +263,7 @@ def _make_ema(built: BuiltModel, training: TrainingConfig) -> WeightAverage | No
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    return WeightAverage(parameters, decay=training.ema.decay)
+    return WeightAverage(parameters, decay=decay)
 
 
 def _make_profiles(

@@ -102,7 +102,7 @@ class CheckpointIO:
             self._ema.restart()
             log.info("the checkpoint holds no running average (training.ema): it starts from the weights")
         elif self._ema is None and averaged:
-            log.warning("the checkpoint's running average isn't continued: training.ema.enable is false")
+            log.warning("the checkpoint's running average isn't continued: training.ema is off")
         train: dict[str, Any] = plain["train"]
         return train
 

@@ -28,6 +28,7 @@ from mm_trainer.config import TrainingConfig
 from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.data.batch import Batch, to_device
 from mm_trainer.engine.checkpoint import CheckpointIO, Progress
+from mm_trainer.engine.coverage import GradientCoverage
 from mm_trainer.engine.guard import NumberGuard
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.stepping import Stepping
@@ -117,6 +118,7 @@ class TrainEngine:
         self.batches, self.services, self.progress = batches, services, progress
         self.reduce_every_micro_step = reduce_every_micro_step
         self.guard = NumberGuard(config.nan_policy, services.describe_sample)
+        self._coverage = GradientCoverage()
         self._accumulation = int(config.gradient_accumulation_steps)
 
     def train(self) -> None:
@@ -179,6 +181,7 @@ class TrainEngine:
         loss = torch.zeros((), device=self.mesh.device)
         for micro_step in range(self._accumulation):
             loss += self._micro_step(window, is_last=micro_step == self._accumulation - 1)
+        self._coverage.check(trained, self.optimizers)
         with timer.phase("optimizer"):
             for frozen in self._frozen:
                 reset_frozen(frozen)

@@ -19,8 +19,16 @@ Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class EMAConfig(Section):
     """``training.ema``: a running average of the trained weights."""
 
-    enable: bool = False
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+    enable: bool | None = None
+    """null: on as soon as decay is given."""
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the average that a step keeps; null: 0.9999."""
+
+    @property
+    def rate(self) -> float | None:
+        """The decay, or None if there is no average."""
+        is_on = self.decay is not None if self.enable is None else self.enable
+        return (0.9999 if self.decay is None else self.decay) if is_on else None
 
 
 class LRScale(Section):
