@@ -12,14 +12,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from mm_trainer.launch.failures import report, report_restart
 from mm_trainer.launch.plan import LaunchPlan
 from mm_trainer.launch.rank import SUPERVISED
-
-if TYPE_CHECKING:
-    pass
 
 
 def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
@@ -74,6 +70,3 @@ def _quiet_agent() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-# --- what went wrong ----------------------------------------------------------------------------------------------
