@@ -40,12 +40,12 @@ class LoadReport:
     Attributes:
         source: where from, in words.
         naming: how the file's names were read, in words.
-        loaded: names that were filled, ties that share a filled tensor not counted.
+        loaded: number of names filled, without ties that share a filled tensor.
         bytes_read: bytes of tensor data this rank asked the files for.
-        casts: ``"float32 -> bfloat16"`` to how many tensors were converted so.
+        casts: ``"float32 -> bfloat16"`` to the number of tensors cast that way.
         ties: names the file lacks, to the loaded name of the same tensor.
-        missing: allowed names that the file lacks; their tensors are as they were.
-        dropped: names of the file that were left out (by the key map, or because the module recomputes them).
+        missing: allowed names that the file lacks; their tensors are unchanged.
+        dropped: names in the file that were left out (by the key map, or because the module recomputes them).
         source_dtypes: element types in the file by the module's names, the most common one as ``*``. Hand it to
             `CheckpointManager.save` as ``sub_models.<name>.source_dtypes``, so that an export restores them.
         seconds: wall time.
@@ -94,8 +94,8 @@ def load_weights(
         source: what `resolve_source` returned, or a path.
         key_map: from the file's names to the module's, used where the file's names need it.
         allow_missing: names or ``*`` patterns that the file may lack; those of ``source`` are added.
-        prefix: only look at the file's names that start so, without it. By default known prefixes are tried.
-        broadcast_from_rank0: rank 0 alone reads and sends to the others (all ranks have to call); default: as the
+        prefix: take only the file's names that start with it, and strip it. By default, known prefixes are tried.
+        broadcast_from_rank0: rank 0 alone reads, and sends to the others (all ranks have to call); by default as the
             source says.
 
     Raises:
@@ -110,6 +110,7 @@ def load_weights(
     targets = _targets(module)
     wanted = _wanted(module, targets, (*allow_missing, *source.allow_missing))
     broadcast = source.broadcast_from_rank0 if broadcast_from_rank0 is None else broadcast_from_rank0
+    # Without broadcast, each process is alone as far as this goes: it opens, checks and reads without a collective.
     ranks = Ranks.current() if broadcast else Ranks()
     opened: list[TensorSource] = []
 
@@ -121,7 +122,7 @@ def load_weights(
         return made
 
     try:
-        agreed = ranks.together(plan)[0]
+        agreed = ranks.together(plan)[0]  # an error of rank 0 is raised on all, none of which has filled anything
         assert agreed is not None
         if ranks.size > 1:
             _fill_by_broadcast(opened[0] if opened else None, agreed, targets, ranks)
@@ -139,7 +140,7 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a file's names are read: what every rank needs to know of it."""
+    """How a file's names are read: what every rank needs to know about it."""
 
     naming: str
     dropped: tuple[str, ...]
@@ -173,7 +174,7 @@ def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every persistent parameter and buffer by name, tied ones under each of their names."""
     import torch
 
-    state = module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)  # the tensors themselves: `_wanted` tells ties by identity
     targets = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     on_meta = [name for name, value in targets.items() if value.is_meta]
     if on_meta:
@@ -224,7 +225,7 @@ def _distinct(source: TensorSource, wanted: Wanted) -> tuple[str, ...]:
 
 
 def _equal(source: TensorSource, first: str, second: str) -> bool:
-    """Whether two stored tensors hold the same bytes; read only where they don't share their storage."""
+    """Whether two stored tensors hold the same bytes; they are read only if they don't share their storage."""
     one, two = source.tensors[first], source.tensors[second]
     if one.storage is not None and one.storage == two.storage:
         return True
@@ -268,7 +269,8 @@ def _fill_by_broadcast(
 ) -> None:
     """Rank 0 reads whole tensors piece by piece; every rank keeps what belongs to its shard.
 
-    The last byte of every message says whether the read succeeded, so that no rank waits for bytes that won't come.
+    The last byte of every message says whether the read failed, so that no rank waits for bytes that won't come. Whole
+    tensors go out, not shards: one broadcast serves all ranks, whatever the mesh, and memory is bounded by a piece.
     """
     import torch
     import torch.distributed as dist
