@@ -136,7 +136,7 @@ class DcpSource:
         return flat.as_strided(layout.shape, layout.stride)
 
     def _layout(self, key: str, extent: Extent) -> _Layout:
-        with self._lock:
+        with self._lock:  # parsed once: a chunk may be read in many slices
             if extent not in self._layouts:
                 raw = _Window(self._reader, self.path / extent.file, extent)
                 try:
@@ -218,6 +218,7 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
     """Find the tensor data inside one ``torch.save`` archive."""
     with zipfile.ZipFile(window) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        # Bytes go from the file into tensors as they are, so they must be in this machine's order.
         if "byteorder" in entries and _read_entry(window, entries["byteorder"]) != b"little":
             raise CorruptFileError(f"{extent.file}: stored on a big-endian machine")
         pickled = _read_entry(window, entries["data.pkl"])

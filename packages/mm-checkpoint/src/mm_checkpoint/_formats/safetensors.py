@@ -112,7 +112,7 @@ class SafetensorsSource:
         self._reader = FileReader()
         self._places: dict[str, tuple[Path, int]] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        for file in files:
+        for file in files:  # all headers first, so that a truncated shard is found before any tensor is filled
             header, metadata = read_header(file)
             self.metadata |= metadata
             for name, (info, start) in header.items():
@@ -217,6 +217,7 @@ def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch
 
     info = source.tensors[name]
     stored, wanted = to_torch(info.dtype), to_torch(dtype)
+    # One buffer for all pieces: fresh memory for each would cost its page faults every time.
     scratch = torch.empty(min(info.nbytes, PIECE_BYTES), dtype=torch.uint8)
     for box in chunk_boxes(info):
         piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)

@@ -43,6 +43,7 @@ def converted(source: WeightSource) -> WeightSource:
     folder = source.cache / iteration_name(0)
     _check_replaceable(folder)  # before gigabytes are read to compare them with it
     wanted = _fingerprint(source)
+    # Without the lock first: a start that finds its conversion, by far the commonest, waits for no other process.
     if not _is_valid(folder, wanted):
         with lock(source.cache / LOCK_NAME, waiting_for="converts into it"):
             if not _is_valid(folder, wanted):  # asked again: another process may have converted while we waited
@@ -60,7 +61,7 @@ def _is_valid(folder: Path, wanted: str) -> bool:
 
 
 def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
-    _check_replaceable(folder)
+    _check_replaceable(folder)  # again: it may have appeared while we read the source or waited for the lock
     log.info("converting %s into %s%s", source.path, folder, _why_again(folder))
     remove_leftovers(folder.parent)
     partial = partial_path(folder)

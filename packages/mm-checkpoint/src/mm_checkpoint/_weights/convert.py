@@ -123,6 +123,7 @@ def _select(found: WeightSource, tensors: TensorSource, prefix: str) -> TensorSo
         if not selected.tensors:
             raise SourceError(f"{found.path}: no tensor's name starts with {prefix!r}")
         return selected
+    # Converting all of a run would put its optimizer's moments among the weights.
     if found.format == "dcp" and _manifest_of(found).get("sub_models"):
         raise SourceError(
             f"{found.path}: is a checkpoint of a training run, optimizer included; export its trained part with "
@@ -238,5 +239,5 @@ def copy_companions(found: WeightSource, folder: Path) -> dict[str, FileRecord]:
         weighs = is_weight_index(path.name) or path.name == MANIFEST_NAME or not path.is_file()
         if not weighs and path.suffix in _COMPANIONS and path.stat().st_size <= _COMPANION_LIMIT:
             shutil.copyfile(path, folder / path.name)
-            records[path.name] = checksum_file(folder / path.name)
+            records[path.name] = checksum_file(folder / path.name)  # the copy is what the manifest vouches for
     return records

@@ -118,7 +118,7 @@ class _Memo:
                 known[_key(file)] = dict(list(entries.items())[-_KEPT_PER_FILE:])
         try:
             replace_text(self._path, json.dumps({"format": DIGEST, "files": known}, indent=1) + "\n")
-        except OSError as error:
+        except OSError as error:  # a memo only saves time, so that a failure to write one stops nothing
             log.warning("%s can't be written (%s): the next start reads the weights again", self._path, error)
 
     def _read(self) -> dict[str, dict[str, str]]:
@@ -144,6 +144,7 @@ def _digest_files(path: Path, files: Sequence[Path], memo: _Memo | None) -> list
         known = memo.look_up([file]) if memo is not None else None
         return (known[0], None) if known is not None else digest_file(file, progress)
 
+    # Several files at a time: a single reader rarely keeps a fast disk busy.
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         done = list(pool.map(digest, files))
     digests = [entry[0] for entry in done]
@@ -202,7 +203,7 @@ def lock(path: Path, *, waiting_for: str) -> Iterator[None]:
     """
     with path.open("w") as file:
         try:
-            try:
+            try:  # the system drops the lock when a process ends, however it ends: no stale locks to clean up
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 log.info("%s: another process %s; waiting", path.parent, waiting_for)

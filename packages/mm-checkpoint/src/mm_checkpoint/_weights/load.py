@@ -205,7 +205,7 @@ def _wanted(module: nn.Module, targets: Mapping[str, torch.Tensor], allow_missin
 
 
 def _check_casts(infos: Mapping[str, TensorInfo], targets: Mapping[str, torch.Tensor], origin: Path) -> None:
-    for name, info in infos.items():
+    for name, info in infos.items():  # before anything is filled: a failure later would leave the module half loaded
         wanted = from_torch(targets[name].dtype)
         if kind(info.dtype) != kind(wanted):
             raise WeightMismatchError(f"{origin}: {name} is {info.dtype}, which can't be cast to the module's {wanted}")
@@ -213,6 +213,7 @@ def _check_casts(infos: Mapping[str, TensorInfo], targets: Mapping[str, torch.Te
 
 def _distinct(source: TensorSource, wanted: Wanted) -> tuple[str, ...]:
     """One name per tensor; two names of a tied tensor must hold the same values."""
+    # Filling both names of a tie would read twice, and the last one read would win silently.
     names: list[str] = []
     done: dict[tuple[str, ...], str] = {}
     for name in source.tensors:
@@ -280,7 +281,7 @@ def _fill_by_broadcast(
         stored = to_torch(info.dtype)
         for box in Box.full(info.shape).pieces(PIECE_BYTES // stored.itemsize):
             length = box.numel * stored.itemsize
-            message = torch.zeros(length + 1, dtype=torch.uint8)
+            message = torch.zeros(length + 1, dtype=torch.uint8)  # as bytes: gloo doesn't know every element type
             piece = message[:length].view(stored).reshape(box.sizes)
             failure: CheckpointError | None = None
             if source is not None:
@@ -291,6 +292,7 @@ def _fill_by_broadcast(
             dist.broadcast(message, src=0, group=ranks.group)
             if message[length]:
                 raise failure or CheckpointError(f"rank 0 could not read {name}; its own message says why")
+            # Every rank receives every piece, but casts only what it keeps.
             common = box.intersect(part.box) if box.sizes else box
             if common is not None and part.tensor.numel():
                 target = part.tensor[common.relative_to(part.box.offsets).slices]

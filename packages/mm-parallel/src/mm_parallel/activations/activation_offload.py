@@ -35,6 +35,7 @@ class ActivationOffload:
 
     def __init__(self, plan: ActivationOffloadPlan) -> None:
         self._plan = plan
+        # Weak references: only the graph keeps a copy alive, so a copy goes with its graph.
         self._copies: weakref.WeakValueDictionary[_Key, _HostCopy] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[_Group] | None = None
         self._leaving: deque[_Departure] = deque()
@@ -43,7 +44,7 @@ class ActivationOffload:
         """``forward``, with what it saves for its backward in host memory."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # autograd saves nothing
                 return forward(*args, **kwargs)
             group = _Group(self._latest, self._plan.window, self._leaving)
             with saved_tensors_hooks(lambda tensor: self._pack(tensor, group), _unpack):
@@ -208,7 +209,7 @@ class _Group:
         while self._leaving:  # the forward is over, and would not release these any more
             self._leaving.popleft().wait()
         group: _Group | None = self
-        for _ in range(self._window + 1):
+        for _ in range(self._window + 1):  # bounded: what is fetched ahead takes up device memory
             if group is None:
                 return
             for reference in reversed(group._copies):

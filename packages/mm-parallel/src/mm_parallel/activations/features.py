@@ -74,7 +74,7 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
                 matches[feature] = match_callable_modules(model, plan.apply_modules, what=what)
                 _refuse_nested(list(_unique_modules(model, matches[feature])), what=what)
     if features.recompute:
-        _kept_ops(features.recompute_plan)
+        _kept_ops(features.recompute_plan)  # for its errors
     return matches
 
 

@@ -150,6 +150,7 @@ class SequenceShard:
         if self._context.ulysses is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return self._attend(q, k, v, scale).transpose(1, 2)
+        # Heads are independent of each other, so a rank can attend for some of them alone, over all tokens.
         q, k, v = swap_heads_and_tokens(self._context.ulysses, q, k, v)
         (out,) = swap_heads_and_tokens(self._context.ulysses, self._attend(q, k, v, scale))
         return out

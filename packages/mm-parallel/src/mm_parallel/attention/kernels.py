@@ -53,7 +53,7 @@ def choose_kernel(name: str, q: torch.Tensor) -> AttentionKernel:
         ValueError: an unknown name, or one that can't run on this device or dtype.
     """
     device_type, dtype = q.device.type, q.dtype
-    half = dtype in (torch.bfloat16, torch.float16)
+    half = dtype in (torch.bfloat16, torch.float16)  # all that the fused kernels of CUDA and NPU take
     if name not in ATTENTION_KERNELS:
         raise ValueError(f"attention_kernel: expected one of {', '.join(ATTENTION_KERNELS)}, got {name!r}")
     if name == "auto":

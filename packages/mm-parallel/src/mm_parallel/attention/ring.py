@@ -139,6 +139,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, ring: _Ring) -> tuple[torch.Tenso
     wide = torch.promote_types(q.dtype, torch.float32)  # otherwise every merge would round to bf16
     merged: tuple[torch.Tensor, torch.Tensor] | None = None
     for step in range(ring.size):
+        # Sent on before the block is computed, so that the transfer overlaps it.
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None
         block = ring.block(step)
         if block is not None:
@@ -168,7 +169,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ dq and the gradient of this rank's keys and values, both fp32 or fp64; see [Note: Ring]."""
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    own = torch.zeros_like(kv, dtype=lse.dtype)
+    own = torch.zeros_like(kv, dtype=lse.dtype)  # sums over ranks, in fp32: bf16 would round at every hop
     gradient_hop = None
     for step in range(ring.size):
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None

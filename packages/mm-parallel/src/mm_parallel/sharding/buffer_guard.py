@@ -50,4 +50,5 @@ class _Guard:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    # The identity as well: a forward may put another tensor in the buffer's place, whose version starts anew.
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}

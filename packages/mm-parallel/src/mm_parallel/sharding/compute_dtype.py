@@ -82,7 +82,7 @@ def _hand_gradient_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
         gradient = cast.grad
         if gradient is None:
             return
-        cast.grad = None
+        cast.grad = None  # or a second backward through it would hand it over again
         if master.grad is None:
             master.grad = gradient.to(master.dtype)
         else:

@@ -78,7 +78,7 @@ def _apply(sub_model: SubModel, mesh: ParallelMesh, plan: FSDPPlan, notes: list[
     device_mesh = mesh.fsdp(sub_model.plan.shard_size)
     replicas = device_mesh.size() // device_mesh["shard"].size() if device_mesh.ndim == 2 else 1
     _shard(sub_model, plan, mesh=device_mesh, reshard=reshard, offload=offload)
-    if replicas > 1 and sub_model.trainable:
+    if replicas > 1 and sub_model.trainable:  # FSDP2 keeps replicas' parameters equal, but not their buffers
         forbid_changing_buffers(sub_model.module, name)
     forward = _set_prefetch(sub_model, plan.num_to_forward_prefetch, backward=False)
     backward = _set_prefetch(sub_model, plan.num_to_backward_prefetch, backward=True)
@@ -99,7 +99,7 @@ def _shard(sub_model: SubModel, plan: FSDPPlan, *, mesh: DeviceMesh, reshard: bo
         fully_shard(
             unit.module,
             mesh=mesh,
-            # A frozen root that stays gathered would stay so for good: only a backward frees it.
+            # A root that isn't resharded after its forward waits for its backward, and a frozen one has none.
             reshard_after_forward=True if is_root and not sub_model.trainable else reshard,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=_DTYPES[plan.param_dtype],

@@ -38,7 +38,7 @@ def set_is_last_backward(module: nn.Module, is_last: bool) -> None:
 
 def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
     """Whether the next backward reduces gradients, within shards and across replicas."""
-    for root in fsdp_roots(module):
+    for root in fsdp_roots(module):  # a root passes it on to the units inside it
         root.set_requires_gradient_sync(required)
 
 
@@ -61,7 +61,7 @@ def reset_frozen(module: nn.Module) -> None:
     if trainable:
         raise ValueError(f"reset_frozen: expected a frozen module, but {trainable[0]} is trainable")
     for root in fsdp_roots(module):
-        if has_run(root):
+        if has_run(root):  # until its first forward, a root has no iteration to forget
             root.reset_iter_state()
 
 

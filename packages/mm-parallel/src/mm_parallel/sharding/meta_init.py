@@ -31,6 +31,7 @@ def meta_parameters() -> Iterator[None]:
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            # The same parameter registered twice is a tie: both names get the same meta tensor.
             if param not in on_meta:
                 on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             param = on_meta[param]

@@ -127,6 +127,7 @@ class _Tree:
             A note for each unit that was dissolved.
         """
         notes = []
+        # One at a time: every unit that goes changes which unit is the innermost around other ties.
         while (found := self._first_unreachable_tie()) is not None:
             parameter, owner, inner = found
             self._unit_modules -= set(inner)
@@ -251,6 +252,7 @@ def _check_ownership(model: nn.Module, sub_models: Iterable[SubModel]) -> None:
                         "", f"{name} is tied to {owner[parameter]}, in another sub-model: roots can't share"
                     )
                 owner[parameter] = name
+    # FSDP2 reduces only what its units own: outside them, every rank would train a copy of its own, silently.
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in owner:
             raise PlanError(
