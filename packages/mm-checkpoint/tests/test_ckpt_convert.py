@@ -250,7 +250,7 @@ def test_a_conversion_by_version_0_1_is_made_again(
     write_manifest(iteration, manifest | {"source_fingerprint": "0" * 64})
     with caplog.at_level("INFO"):
         toys.assert_same(load_through_cache(source, tmp_path / "cache"), dict(toys.make_toy().state_dict()))
-    assert "again: version 0.1, which made what is there, compared parts of the source only" in caplog.text
+    assert "again: version 0.1, which made the conversion there, compared only parts of the source" in caplog.text
     assert read_manifest(iteration)["source_fingerprint"].startswith("xxh3_128_")
 
 

@@ -319,7 +319,7 @@ def test_a_truncated_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         manager.load(tmp_path / "iter_0000003", state())
     with caplog.at_level(logging.WARNING):
         assert manager.resolve("auto") == tmp_path / "iter_0000002"
-    assert "iter_0000003 is not complete and is passed over" in caplog.text
+    assert "iter_0000003 is not complete and is skipped" in caplog.text
 
 
 def test_resolving(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_stale_index_is_an_error(sharded: Path) -> None:
     """B002. A tensor that the index places in another existing file."""
     name = "layers.1.proj_up.weight"
     edit_index(sharded, lambda weight_map: weight_map.update({name: f"{STEM}-00001-of-00003.safetensors"}))
-    with pytest.raises(SourceError, match=rf"{name} should be in {STEM}-00001.* it lies in {STEM}-0000[23]"):
+    with pytest.raises(SourceError, match=rf"{name} should be in {STEM}-00001.* it is in {STEM}-0000[23]"):
         start(sharded)
 
 

@@ -182,7 +182,7 @@ def test_roots_that_share_or_nest_are_refused(model):
     model.predictor.tied = model.text_encoder.shared
     with pytest.raises(PlanError, match="tied to text_encoder.shared.weight, in another sub-model"):
         resolve_plan(model, FSDPPlan(), subs(model))
-    with pytest.raises(PlanError, match="'blocks' lies inside sub-model"):
+    with pytest.raises(PlanError, match="'blocks' is inside sub-model"):
         resolve_plan(model.predictor, FSDPPlan(), {"": model.predictor, "blocks": model.predictor.blocks})
 
 

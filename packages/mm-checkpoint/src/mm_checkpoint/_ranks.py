@@ -1,7 +1,8 @@
 """The few collectives that a checkpoint needs, on objects, with or without a process group.
 
-They run on a CPU backend of their own making where the default group has none (a device-only group can't move python
-objects from a background thread), and an error on one rank becomes the same error on all.
+They run on a gloo group made for them if the default group has no CPU backend (a device-only group can't move python
+objects from a background thread). An error on one rank becomes the same error on all: a rank that simply left would
+keep the others waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers; ``group`` is None for a process that is alone."""
+    """This process among its peers; ``group`` is None for a single process."""
 
     rank: int = 0
     size: int = 1
@@ -29,7 +30,7 @@ class Ranks:
 
     @classmethod
     def current(cls, *, own_group: bool = False) -> Ranks:
-        """All ranks of the default process group; alone where there is none.
+        """All ranks of the default process group; without one, this process alone.
 
         Args:
             own_group: always make a new group, for use from a second thread. Collective: every rank has to call it.
@@ -87,7 +88,7 @@ class Ranks:
             TypeError, ValueError: likewise; anything else leaves as RuntimeError.
         """
         outcome = self._try(work)
-        gathered = self.all_gather(dataclasses.replace(outcome, cause=None))
+        gathered = self.all_gather(dataclasses.replace(outcome, cause=None))  # not every exception can be pickled
         self._raise_first(gathered, outcome)
         return [part.value for part in gathered]  # type: ignore[misc]  # none failed, so each has its value
 

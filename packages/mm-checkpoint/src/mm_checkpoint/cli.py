@@ -40,7 +40,7 @@ def root() -> None:
 
 @app.command()
 def inspect(path: AnyPath, as_json: Json = False) -> None:
-    """Say what is there: format, sizes, element types, names and shapes, the manifest."""
+    """Show what is there: format, sizes, element types, names and shapes, the manifest."""
     from mm_checkpoint._tools.inspect import inspect as look
 
     found = look(path)
@@ -60,7 +60,7 @@ def convert(
         str | None, typer.Option(help="Rename by this map: to the source's names for diffusers, else to native ones.")
     ] = None,
     dtype: Dtype = None,
-    prefix: Annotated[str, typer.Option(help="Only take names that start so, without it.")] = "",
+    prefix: Annotated[str, typer.Option(help="Take only the names that start with this, and strip it.")] = "",
     variant: Annotated[str | None, typer.Option(help="Which of several sets of files, such as fp16.")] = None,
     workers: Workers = 1,
     max_shard_size: ShardSize = "5GB",
@@ -114,7 +114,7 @@ def export(
     workers: Workers = 1,
     as_json: Json = False,
 ) -> None:
-    """Write the trained part of a run as model folders, led by its manifest."""
+    """Write the trained part of a run as model folders, guided by its manifest."""
     from mm_checkpoint._weights.export import export as run_export
 
     with _progress("exporting") as (on_start, on_bytes):
@@ -149,7 +149,7 @@ def main() -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A bar on stderr where that is a terminal: a function to call with the total, and one with every piece."""
+    """A progress bar, if stderr is a terminal: a function to call with the total, and one with every piece."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -28,13 +28,13 @@ class WeightSourceConfig:
 
     Attributes:
         from_pretrained: folder or file with the weights to start from.
-        checkpoint_path: the same, and it comes first. With ``load_format: dcp`` and no conversion folder named, it
-            is the conversion cache and ``from_pretrained`` the source.
+        checkpoint_path: the same, but it takes precedence. With ``load_format: dcp`` and no conversion folder named,
+            it is the conversion cache and ``from_pretrained`` the source.
         load_format: ``auto`` (sniff DCP, then diffusers, then hf), ``hf``, ``diffusers`` or ``dcp``.
         checkpoint_conversion_dir, dcp_cache_dir, dcp_conversion_dir: where ``load_format: dcp`` keeps the converted
             weights of a source that is not DCP; the first one given counts.
         allow_missing: names (or ``*`` patterns) of parameters and buffers that the source need not hold.
-        broadcast_from_rank0: only rank 0 reads, and sends every piece to the others (for slow shared disks).
+        broadcast_from_rank0: rank 0 alone reads, and sends every piece to the others (for slow shared disks).
 
     Raises:
         FieldError: an unknown ``load_format``.

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 
 class CheckpointError(Exception):
-    """Root of the tree; the message is meant for people and complete by itself."""
+    """Root of the tree; the message is written for people and says all there is to say."""
 
 
 class BadInputError(CheckpointError):

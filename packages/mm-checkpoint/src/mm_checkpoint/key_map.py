@@ -27,7 +27,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z_][a-z0-9_]*)(\*?)\}")
 
 
 class Template:
-    """A dotted name with placeholders, for matching and for filling in."""
+    """A dotted name with placeholders, to match names or to be filled in."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -87,7 +87,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class Transpose:
-    """Two dimensions change places, in either direction."""
+    """Two dimensions are swapped, in either direction."""
 
     source: str
     native: str
@@ -139,7 +139,7 @@ class KeyMap:
         """The native name of source name ``key``; None if it is dropped.
 
         Raises:
-            KeyMapError: no rule covers it, or it takes part in a tensor op (then `native_layout` is the way).
+            KeyMapError: no rule covers it, or it takes part in a tensor op, and so has no single counterpart.
         """
         if any(_template(text).match(key) is not None for text in self.dropped):
             return None
@@ -176,8 +176,8 @@ class KeyMap:
             to: the direction.
 
         Raises:
-            KeyMapError: keys that no rule covers, several that collide, or one that doesn't come back to itself: with
-                counts and a few names.
+            KeyMapError: keys that no rule covers, several that collide, or one that doesn't map back to itself; the
+                message has counts and a few names.
         """
         keys = list(keys)
         uncovered = self.uncovered(keys, to=to)

@@ -67,11 +67,11 @@ class Communication:
 def count_communication(mesh: ParallelMesh | None = None) -> Iterator[Communication]:
     """Count every collective and send that this rank issues inside, backward passes included.
 
-    Every operator passes through Python meanwhile: for tests, plans and a sampled step, not for every step.
+    Meanwhile every operator passes through Python: use it for tests, plans and a sampled step, not for every step.
 
     Args:
-        mesh: names the axes (``shard``, ``replicate``, ``ulysses``, ``ring``, ``context``; ``a+b`` where two of them
-            are the same ranks); groups that it doesn't know are ``other``.
+        mesh: names the axes (``shard``, ``replicate``, ``ulysses``, ``ring``, ``context``; ``a+b`` if two of them are
+            the same ranks); groups that it doesn't know are ``other``.
     """
     counted = Communication()
     with _Counter(counted, mesh.axes() if mesh else {}):

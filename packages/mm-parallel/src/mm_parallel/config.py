@@ -1,7 +1,7 @@
 """The YAML sections ``parallel`` and ``features`` as frozen dataclasses; imports no torch.
 
-Checks that need one section only happen here, in ``__post_init__``; those that need the number of ranks are
-in :mod:`mm_parallel.sizes`, those that need the model in :func:`mm_parallel.parallelize`.
+Checks that need only one section happen here, in ``__post_init__``; those that need the number of ranks are in
+:mod:`mm_parallel.sizes`, those that need the model in :func:`mm_parallel.parallelize`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORBID_UNKNOWN_KEYS = {"extra": "forbid"}  # read by pydantic, where a config i
 
 @dataclass(frozen=True)
 class SubPlan:
-    """How one sub-model departs from the plan above it; a field that is None comes from there.
+    """How one sub-model departs from the plan above it; None takes the plan's own value.
 
     Args:
         enabled: False keeps the sub-model whole on every rank, as plain tensors (frozen sub-models only).
@@ -30,7 +30,7 @@ class SubPlan:
         reshard_after_forward: free the gathered parameters after the forward; an int keeps them sharded
             over that many ranks.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        trainable: must be True where a sub-model with its own shard size is trained (HSDP: gradients are
+        trainable: must be True if a sub-model with its own shard size is trained (HSDP: gradients are
             reduce-scattered among shards and all-reduced across replicas).
     """
 
@@ -50,7 +50,7 @@ class SubPlan:
             raise FieldError(
                 "sub_plans.<sub-model>",
                 "enabled: false leaves the sub-model unsharded and its gradients "
-                "unreduced, so it goes with neither `trainable: true` nor a shard_size; to train it whole "
+                "unreduced, so it can't be combined with `trainable: true` or a shard_size; to train it whole "
                 "on every rank use shard_size: 1",
                 path=("enabled",),
             )
@@ -65,7 +65,7 @@ class FSDPPlan:
         ignored_modules: patterns of modules that stay plain: not sharded, not cast.
         param_dtype: dtype of all-gather and compute; None keeps each parameter's own. ``bf16 | fp16 | fp32``.
         reduce_dtype: dtype of gradient reduction; None is ``param_dtype``.
-        output_dtype: dtype of the outputs of each sub-model's root; None leaves them.
+        output_dtype: dtype of the outputs of each sub-model's root; None leaves them as they are.
         reshard_after_forward: True | False | int (reshard to that many ranks).
         num_to_forward_prefetch: units gathered ahead in the forward, inside one sub-model.
         num_to_backward_prefetch: the same in the backward; 0 leaves FSDP2's own rule (the next one).
@@ -141,8 +141,8 @@ class FSDPPlan:
             )
         if trained[name] and not plan.enabled:
             yield fault(
-                "it is trained, so its gradients must be reduced; freeze it, or keep it whole on every rank by "
-                "shard_size: 1 with trainable: true",
+                "it is trained, so its gradients must be reduced; freeze it, or keep it whole on every rank with "
+                "shard_size: 1 and trainable: true",
                 "enabled",
             )
 

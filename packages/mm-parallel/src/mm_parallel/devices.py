@@ -1,8 +1,8 @@
 """Which device this process computes on: the one place that asks.
 
 A build of torch and the machine can disagree. ``torch.accelerator.current_accelerator()`` says what a build was made
-for, so pip's own CUDA build answers ``cuda`` on a machine without a GPU, and fails at the first call; ``torch_npu``
-without a device is the same. And a device may be there that neither FSDP2 nor a process group runs on.
+for: pip's CUDA build answers ``cuda`` on a machine without a GPU, and fails at the first call; ``torch_npu`` without a
+device does the same. And there may be a device on which neither FSDP2 nor a process group runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 log = logging.getLogger(__name__)
 
 UNSUPPORTED = ("mps",)
-"""Accelerators of torch for which there is no process-group backend, so that nothing can be sharded over them."""
+"""Accelerators without a process-group backend in torch: nothing can be sharded over them."""
 
 
 @cache
 def accelerator() -> torch.device | None:
-    """The accelerator to compute on, without an index; None where the CPU is all there is. Falling back is logged."""
+    """The accelerator to compute on, without an index; None if there is only the CPU. A fallback is logged."""
     built_for = torch.accelerator.current_accelerator()
     if built_for is None:
         return None
@@ -40,5 +40,5 @@ def default_device_type() -> str:
 
 
 def device_count() -> int:
-    """Accelerators that this process sees; 0 where the CPU is all there is."""
+    """Accelerators that this process sees; 0 if there is only the CPU."""
     return 0 if accelerator() is None else torch.accelerator.device_count()

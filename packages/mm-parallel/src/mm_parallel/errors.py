@@ -14,10 +14,10 @@ class FieldError(ValueError):
     """A field of a configuration object is wrong.
 
     Args:
-        where: the field in words, as the message begins; empty where the message says it all.
+        where: the field in words, which begins the message; empty if the message says it all.
         message: what was expected and what was got.
-        path: from the object that was checked, or handed in, to the field. A caller that composes configurations finds
-            the place by it, never by the words.
+        path: from the object that was checked, or passed in, to the field. A caller that composes configurations finds
+            the place by this path, never by the words.
         also: further faults that the same check found.
     """
 

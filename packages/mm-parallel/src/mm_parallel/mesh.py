@@ -1,8 +1,8 @@
 """The ranks of a run as one object, built once after ``init_process_group`` and passed as an argument.
 
 Rank order: parameters see ``rank = replica × shard_size + shard``; the batch sees
-``rank = (data × ring_size + ring) × ulysses_size + ulysses``, so that ranks which exchange heads are neighbours and
-those which share one sample are contiguous.
+``rank = (data × ring_size + ring) × ulysses_size + ulysses``, which makes ranks that exchange heads neighbours, and
+ranks that share one sample contiguous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def process_group_backend(device_type: str) -> str:
     """The backend argument of ``init_process_group``: the device's own, paired with one for CPU tensors.
 
-    CPU tensors are reduced where parameters are offloaded, and gathered by asynchronous checkpoints.
+    CPU tensors are reduced if parameters are offloaded, and gathered by asynchronous checkpoints.
     """
     backend = dist.get_default_backend_for_device(device_type)
     return backend if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}"
@@ -40,7 +40,7 @@ class ParallelMesh:
 
     @classmethod
     def build(cls, sizes: MeshSizes, device_type: str = "cpu") -> ParallelMesh:
-        """Build the mesh; call on every rank, with the process group initialised (one rank may do without).
+        """Build the mesh; call on every rank, with the process group initialised (a single rank may do without).
 
         Args:
             sizes: must multiply to the world size.
@@ -123,7 +123,7 @@ class ParallelMesh:
         """The object that models split their sequences with.
 
         Args:
-            policies: as of :class:`~mm_parallel.attention.context.ContextParallel`, such as ``kernel``.
+            policies: those of :class:`~mm_parallel.attention.context.ContextParallel`, such as ``kernel``.
         """
         from mm_parallel.attention.context import ContextParallel
 

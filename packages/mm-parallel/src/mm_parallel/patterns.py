@@ -1,4 +1,4 @@
-"""Module-name patterns: what a plan's strings mean, and what to say when one of them matches nothing.
+"""Module-name patterns: what a plan's strings mean, and the message when one of them matches nothing.
 
 Vocabulary, per path component (the parts between dots of a ``named_modules()`` name):
 

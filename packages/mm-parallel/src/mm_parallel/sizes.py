@@ -141,7 +141,7 @@ def check_heads(heads: int, ulysses: int) -> None:
     """Refuse a Ulysses degree that doesn't divide the attention heads.
 
     Raises:
-        FieldError: with the degrees that do.
+        FieldError: the message lists the degrees that do.
     """
     if heads % ulysses:
         raise _size_error(

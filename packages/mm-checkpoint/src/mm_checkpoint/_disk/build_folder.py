@@ -20,8 +20,9 @@ from mm_checkpoint.errors import DestinationError, SaveError
 def remove_leftovers(folder: Path, stem: str = "") -> list[Path]:
     """Delete what killed processes of this host left half-built in ``folder``; return what was deleted.
 
-    A folder that another host or a living process builds is left alone.
+    Anything that another host or a live process is building is left alone.
     """
+    # A process number means something only on its own host: leftovers of another can't be told from work in progress.
     removed = []
     for path in folder.glob(f".{stem}*{PARTIAL_MARK}*"):
         host, _, rest = path.name.rpartition(PARTIAL_MARK)[2].rpartition("-")[0].rpartition("-")
@@ -40,7 +41,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """`remove` after a failure, which is the error to report, whatever becomes of this."""
+    """`remove` after a failure; that failure is the one to report, even if this fails too."""
     with contextlib.suppress(OSError):
         remove(path)
 
@@ -50,13 +51,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # it exists, but belongs to another user
         return True
     return True
 
 
 def check_free_space(folder: Path, needed: int) -> None:
-    """Refuse to start writing what can't fit.
+    """Refuse to start a write that won't fit, rather than fail after most of it.
 
     Raises:
         SaveError: fewer than ``needed`` bytes (plus 1 % and 1 MiB for headers) are free.
@@ -69,10 +70,10 @@ def check_free_space(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def build_folder(target: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A folder to fill, which becomes ``target`` in one step when the block ends and vanishes if it raises.
+    """Yield a folder to fill: it becomes ``target`` in one step when the block ends, and vanishes if the block raises.
 
     Raises:
-        DestinationError: ``target`` exists and isn't an empty folder, or can't be made.
+        DestinationError: ``target`` exists and isn't an empty folder, or can't be created.
     """
     check_destination(target)
     partial = partial_path(target)
@@ -85,13 +86,14 @@ def build_folder(target: Path, *, sync: bool = True) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, target, sync=sync)
-    except BaseException:
+    except BaseException:  # an interrupt from the keyboard, too, leaves nothing behind
         discard(partial)
         raise
 
 
 def check_destination(target: Path) -> None:
     """Raise DestinationError unless ``target`` is free: absent, or an empty folder."""
+    # `exists` follows links, so a dangling one would pass for absent.
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise DestinationError(f"{target}: already exists; name a new or an empty folder")
 
@@ -99,8 +101,9 @@ def check_destination(target: Path) -> None:
 def publish(partial: Path, target: Path, *, sync: bool = True) -> None:
     """Rename a finished folder into place and flush both folders' entries."""
     if sync:
+        # Names before the rename: otherwise a power cut could leave a folder under its final name with files missing.
         for folder in [partial, *(path for path in partial.rglob("*") if path.is_dir() and not path.is_symlink())]:
             sync_folder(folder)
     partial.rename(target)
     if sync:
-        sync_folder(target.parent)
+        sync_folder(target.parent)  # the rename itself is an entry of the parent

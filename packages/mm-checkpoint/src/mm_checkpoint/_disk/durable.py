@@ -1,8 +1,8 @@
 """Writing files that are on the disk when we say so.
 
 [Note: pipelined flush] A plain copy fills the page cache first and waits for the disk afterwards. `DurableFile` starts
-an ``fdatasync`` in another thread every `FLUSH_EVERY` bytes, so the disk works while the next bytes are read and cast,
-and the flush at the end has little left to do. Each piece is hashed in yet another thread while it is written.
+an ``fdatasync`` in another thread every `FLUSH_EVERY` bytes: the disk works while the next bytes are read and cast, and
+the flush at the end has little left to do. Each piece is hashed just before it is written, while it is in the caches.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class DurableFile:
     def __init__(self, path: Path, *, checksum: bool = True, sync: bool = True) -> None:
         self._path = path
         self.failure: OSError | None = None
-        """What the disk said, for callers that write through a library which hides it."""
+        """The disk's own error, for callers that write through a library that hides it."""
+        # O_EXCL: two writers under one name would mix their bytes.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         self._small = bytearray()
         self._hash = xxhash.xxh3_64() if checksum else None
         self._sync = sync
         self._unflushed = 0
-        self._helper = ThreadPoolExecutor(1, "durable-file")  # starts no thread before it is given work
+        self._helper = ThreadPoolExecutor(1, "durable-file")  # starts no thread until it has work
         self._flush: Future[None] | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -73,7 +74,7 @@ class DurableFile:
         return len(view)
 
     def flush(self) -> None:
-        """Hand what small writes have gathered to the system."""
+        """Hand the small writes collected so far to the system."""
         small, self._small = self._small, bytearray()
         if small:
             self._append(memoryview(small))
@@ -104,22 +105,22 @@ class DurableFile:
         """Wait until every byte is on the disk, close the file and describe it."""
         self.flush()
         self._end_flush()
-        if self._sync:
+        if self._sync:  # covers what was written since the last fdatasync, and the file's metadata
             os.fsync(self._descriptor)
         os.close(self._descriptor)
         return FileRecord(self._size, None if self._hash is None else self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close after a failure; the file is of no use."""
+        """Close after a failure; the file is unusable."""
         with contextlib.suppress(OSError):  # the failure that led here is the one to report
             self._end_flush()
         os.close(self._descriptor)
 
     def _start_flush(self) -> None:
         if self._flush is not None:
-            if not self._flush.done():
+            if not self._flush.done():  # the disk is behind; this data goes with the next flush
                 return
-            self._flush.result()
+            self._flush.result()  # a failed flush is reported once: a later fsync may succeed although data is lost
         self._flush = self._helper.submit(os.fdatasync, self._descriptor)
         self._unflushed = 0
 
@@ -151,6 +152,7 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Give ``path`` new contents in one step: a reader sees the old text or the new, never less."""
     temporary = partial_path(path)
     try:
+        # Flushed before the rename: otherwise a power cut could leave the new name with no contents.
         write_bytes(temporary, text.encode(), sync=sync)
         temporary.replace(path)
     finally:
@@ -160,7 +162,7 @@ def replace_text(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (its files' names) to the disk."""
+    """Flush a folder's entries to the disk: an fsync of a file doesn't cover the file's name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -182,6 +184,9 @@ def checksum_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> 
 
 
 def partial_path(target: Path) -> Path:
-    """A name beside ``target`` to build it under; it tells which process builds there."""
+    """A name beside ``target`` to build it under; it says which process is building.
+
+    Beside it means on the same file system, the only place from which a rename is atomic.
+    """
     owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     return target.with_name(f".{target.name}{PARTIAL_MARK}{owner}")

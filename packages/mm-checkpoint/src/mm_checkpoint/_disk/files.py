@@ -26,8 +26,9 @@ class FileReader:
         """Fill ``view`` from ``offset`` on.
 
         Raises:
-            CorruptFileError: the file ends before, is gone or can't be read.
+            CorruptFileError: the file ends too early, is gone or can't be read.
         """
+        # Reads carry their own position, so threads can share a descriptor; they may return less than was asked for.
         done = 0
         while done < len(view):
             try:
@@ -60,10 +61,10 @@ class FileReader:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A json file that holds one object.
+    """The contents of a json file that holds one object.
 
     Raises:
-        CorruptFileError: it doesn't.
+        CorruptFileError: it is unreadable, or holds something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -79,7 +80,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def safe_join(folder: Path, name: str, *, found_in: str) -> Path:
-    """``folder / name`` for a name that was read from a file: it may not leave its folder.
+    """``folder / name`` for a name read from a file, which must not lead out of the folder.
 
     Raises:
         CorruptFileError: an absolute name, one with ``..``, or one that isn't a file name at all.
@@ -91,11 +92,12 @@ def safe_join(folder: Path, name: str, *, found_in: str) -> Path:
 
 
 def await_shared(path: Path) -> None:
-    """Wait until a file or folder that another rank made shows here.
+    """Wait for a file or folder created by another rank to appear here.
 
     Raises:
-        DestinationError: it doesn't within `SHARED_WITHIN_S`.
+        DestinationError: it doesn't appear within `SHARED_WITHIN_S`.
     """
+    # A network file system caches folders: a name that exists may look absent for a while.
     deadline = time.monotonic() + SHARED_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline:

@@ -61,17 +61,18 @@ def complete_iterations(folder: Path) -> list[tuple[int, Path]]:
 def newest_complete(folder: Path) -> Path | None:
     """The complete iteration with the highest number; None if ``folder`` holds no iteration at all.
 
-    A damaged newer one is passed over with a warning.
+    Newer ones that are damaged are skipped with a warning.
 
     Raises:
         IncompleteCheckpointError: there are iterations, but not one of them is complete.
     """
+    # By number, not by the tracker: a killed save can leave the tracker one iteration behind.
     iterations = list_iterations(folder)
     for _, path in reversed(iterations):
         damage = damage_of(path)
         if damage is None:
             return path
-        log.warning("%s is not complete and is passed over: %s", path, damage)
+        log.warning("%s is not complete and is skipped: %s", path, damage)
     if iterations:
         names = ", ".join(path.name for _, path in iterations[-5:])
         raise IncompleteCheckpointError(f"{folder}: none of its iterations ({names}) is complete")
@@ -94,11 +95,11 @@ def read_tracker(folder: Path) -> str | None:
 
 
 def resolve_iteration(path: Path) -> Path:
-    """The iteration that a person means by a run's folder, or by an iteration's folder itself.
+    """The iteration that ``path`` stands for: a run's folder, or an iteration's own.
 
     Raises:
-        IncompleteCheckpointError: it is damaged or absent (the newest complete one is named), or there is no tracker
-            and several are complete.
+        IncompleteCheckpointError: it is damaged or absent (the message names the newest complete one), or there is no
+            tracker and several are complete.
     """
     if not path.is_dir():
         raise IncompleteCheckpointError(f"{path}: no such folder")
@@ -132,7 +133,7 @@ def require_complete(iteration: Path) -> Path:
 
 
 def tracked_path(folder: Path, tracked: str, *, must_exist: bool = False) -> Path:
-    """The folder that a tracker's text means.
+    """The folder that a tracker's text refers to.
 
     Raises:
         IncompleteCheckpointError: ``must_exist``, and it doesn't.
@@ -147,12 +148,12 @@ def tracked_path(folder: Path, tracked: str, *, must_exist: bool = False) -> Pat
 
 
 def find_weights_iteration(path: Path) -> Path:
-    """The folder with ``.metadata`` that a weight source means: ``path`` itself, or an iteration inside it.
+    """The folder with ``.metadata`` that a weight source stands for: ``path`` itself, or an iteration inside it.
 
-    A manifest is not asked for, so folders that torch alone wrote are found too.
+    No manifest is needed, so that folders written by torch alone are found too.
 
     Raises:
-        SourceError: none, or several and no tracker.
+        SourceError: there is none, or there are several and no tracker.
     """
     if (path / METADATA_NAME).is_file():
         return path

@@ -52,6 +52,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise IncompleteCheckpointError(f"{path}: no {MANIFEST_NAME}, so this is no complete checkpoint")
     manifest = read_json(file)
+    # Compared as text, so that every changed byte shows, white space included.
     if file.read_bytes() != dump_json(_sealed(manifest)):
         raise CorruptFileError(f"{file}: has changed since it was written (checksum)")
     if manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
@@ -64,11 +65,12 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, *, checksums: bool = False, on_bytes: Any = None) -> list[str]:
-    """What a folder lacks of what its manifest promises: one line per file, none if it is whole.
+    """Where a folder falls short of its manifest: one line per file, none if it is whole.
 
     Args:
         folder: a folder with a manifest.
-        checksums: also read every byte; otherwise only presence and sizes are checked.
+        checksums: also read every byte; otherwise only presence and sizes are checked, which is cheap enough for
+            every start.
         on_bytes: called with the number of bytes read, piece by piece.
     """
     found = []
@@ -85,7 +87,7 @@ def find_damage(folder: Path, *, checksums: bool = False, on_bytes: Any = None) 
 
 
 def exported_parts(path: Path) -> list[Path]:
-    """The models inside a folder that is none itself, as an export without a pipeline around it leaves them."""
+    """The model folders inside ``path`` if it isn't one itself: what an export without a pipeline leaves."""
     if any(child.is_file() for child in path.iterdir()):
         return []
     return sorted(child for child in path.iterdir() if (child / MANIFEST_NAME).is_file())

@@ -26,7 +26,7 @@ _CHECKPOINT = "torch.distributed.checkpoint."
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes ``[offset, offset + length)`` of a file of the folder: one item as ``torch.save`` wrote it."""
+    """Bytes ``[offset, offset + length)`` of a file in the folder: one item as ``torch.save`` wrote it."""
 
     file: str
     offset: int
@@ -49,7 +49,7 @@ class DcpMetadata:
     Attributes:
         tensors: by flattened name.
         values: everything else, by flattened name: the place of its bytes.
-        paths: flattened name to the path of keys it stood at in the saved state.
+        paths: flattened name to the keys that led to it in the saved state.
     """
 
     tensors: dict[str, StoredTensor]
@@ -70,7 +70,7 @@ class _Record:
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # `MetadataIndex` is a dictionary key in the pickle
         return hash((self.__dict__.get("fqn"), self.offset))
 
     def __eq__(self, other: object) -> bool:
@@ -129,7 +129,7 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
         return _convert(folder, _Unpickler(io.BytesIO(raw)).load())
     except CorruptFileError as error:
         raise CorruptFileError(f"{path}: {error}") from error
-    except Exception as error:  # whatever broken bytes make the unpickler or the conversion stumble over
+    except Exception as error:  # broken bytes can make the unpickler or the conversion fail in any way
         raise CorruptFileError(f"{path}: unreadable: {type(error).__name__}: {error}") from error
 
 
@@ -138,6 +138,7 @@ def _convert(folder: Path, metadata: Any) -> DcpMetadata:
     for index, info in metadata.storage_data.items():
         if info.transform_descriptors:
             raise CorruptFileError(f"{index.fqn} is stored through the extension {info.transform_descriptors}")
+        # Otherwise a crafted .metadata could make us read any file on the machine.
         safe_join(folder, info.relative_path, found_in=METADATA_NAME)
         offset = None if index.offset is None else tuple(index.offset)
         extents[index.fqn, offset] = Extent(info.relative_path, int(info.offset), int(info.length))
@@ -161,7 +162,7 @@ def _convert_tensor(name: str, entry: Any, extents: dict[tuple[str, tuple[int, .
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         fits = all(o >= 0 and o + s <= n for o, s, n in zip(*box, shape, strict=True))
         if not fits:
-            raise CorruptFileError(f"{name}: a chunk {box} lies outside of the shape {shape}")
+            raise CorruptFileError(f"{name}: a chunk {box} is outside the shape {shape}")
         if box.numel == 0:
             continue
         extent = extents.get((name, box.offsets)) or extents.get((name, None))
@@ -169,6 +170,7 @@ def _convert_tensor(name: str, entry: Any, extents: dict[tuple[str, tuple[int, .
             raise CorruptFileError(f"{name}: the chunk at {box.offsets} has no place in any file")
         chunks.append((box, extent))
         covered += box.numel
+    # A gap would leave whatever the tensor held before, silently.
     if covered != Box.full(shape).numel:
         raise CorruptFileError(f"{name}: the chunks hold {covered} elements of {Box.full(shape).numel}")
     return StoredTensor(shape, dtype, tuple(chunks))

@@ -1,8 +1,8 @@
 """Tensors of a DCP folder, read by slice.
 
-torch's own `FileSystemReader` loads a whole stored chunk and cuts it afterwards, so N ranks read a folder that one
-process wrote N times. A chunk is a zip archive whose tensor data is stored as it is, so the bytes of any slice can be
-found in it.
+torch's own `FileSystemReader` loads a whole stored chunk and cuts it afterwards: N ranks read a folder written by one
+process N times over. A chunk is a zip archive whose tensor data is not compressed, which makes it possible to find the
+bytes of any slice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mm_checkpoint.errors import CorruptFileError
 if TYPE_CHECKING:
     import torch
 
-_EDGE = 2 << 10
+_EDGE = 2 << 10  # bytes read at each end of an archive, where everything but the data usually fits
 _LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
 _STORAGE_TYPES = {
     "BoolStorage": "bool",
@@ -47,7 +47,7 @@ _STORAGE_TYPES = {
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a chunk's elements lie: the byte of its first element in the file, its shape and strides."""
+    """Where a chunk's elements are: the byte of its first element in the file, its shape and strides."""
 
     start: int
     shape: tuple[int, ...]
@@ -81,6 +81,7 @@ class DcpSource:
         self.tensors = {name: _describe(stored) for name, stored in self.metadata.tensors.items()}
 
     def _check_files(self) -> None:
+        # Now, rather than in the middle of a load that has already filled half a model.
         ends: dict[str, int] = {}
         chunks = [extent for stored in self.metadata.tensors.values() for _, extent in stored.chunks]
         for extent in (*chunks, *self.metadata.values.values()):
@@ -103,7 +104,7 @@ class DcpSource:
                 continue
             inner = part.relative_to(chunk.offsets)
             target = out[part.relative_to(box.offsets).slices]
-            if target.is_contiguous():
+            if target.is_contiguous():  # the bytes can be read straight into it
                 self._read_chunk(key, extent, chunk, inner, target)
             else:
                 buffer = target.new_empty(part.sizes)
@@ -128,20 +129,21 @@ class DcpSource:
         return layout
 
     def _read_strided(self, path: Path, layout: _Layout, like: torch.Tensor) -> torch.Tensor:
+        # Our own chunks are contiguous; torch's writer keeps the strides of what it was given.
         count = 1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
         flat = like.new_empty(count)
         read_runs(self._reader, path, layout.start, (count,), flat.element_size(), Box.full((count,)), flat)
         return flat.as_strided(layout.shape, layout.stride)
 
     def _layout(self, key: str, extent: Extent) -> _Layout:
-        with self._lock:
+        with self._lock:  # parsed once: a chunk may be read in many slices
             if extent not in self._layouts:
                 raw = _Window(self._reader, self.path / extent.file, extent)
                 try:
                     self._layouts[extent] = _parse_item(raw, extent)
                 except CorruptFileError:
                     raise
-                except Exception as error:  # whatever broken bytes make zipfile or pickle stumble over
+                except Exception as error:  # broken bytes can make zipfile or pickle fail in any way
                     message = f"{self.path / extent.file}: {key} at byte {extent.offset} is unreadable: {error}"
                     raise CorruptFileError(message) from error
             return self._layouts[extent]
@@ -150,14 +152,14 @@ class DcpSource:
         """Find every chunk's data in its file and compare its shape and type with ``.metadata``; reads no data.
 
         Raises:
-            CorruptFileError: a chunk can't be found, or is another than ``.metadata`` says.
+            CorruptFileError: a chunk can't be found, or isn't what ``.metadata`` says.
         """
         for key, stored in self.metadata.tensors.items():
             for box, extent in stored.chunks:
                 self._checked_layout(key, extent, box)
 
     def read_value(self, key: str) -> Any:
-        """A stored object that is no tensor, through ``torch.load(weights_only=True)``."""
+        """A stored object that isn't a tensor, read by ``torch.load(weights_only=True)``."""
         import torch
 
         extent = self.metadata.values[key]
@@ -178,7 +180,7 @@ def _describe(stored: StoredTensor) -> TensorInfo:
 
 
 class _Window(io.RawIOBase):
-    """A read-only file made of one extent, for `zipfile`; its ends, where all but the data lies, are read once."""
+    """A read-only file made of one extent, for `zipfile`; its ends, which hold all but the data, are read once."""
 
     def __init__(self, reader: FileReader, path: Path, extent: Extent) -> None:
         self._reader, self._path, self._extent, self._position = reader, path, extent, 0
@@ -216,6 +218,7 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
     """Find the tensor data inside one ``torch.save`` archive."""
     with zipfile.ZipFile(window) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        # Bytes go from the file into tensors as they are, so they must be in this machine's order.
         if "byteorder" in entries and _read_entry(window, entries["byteorder"]) != b"little":
             raise CorruptFileError(f"{extent.file}: stored on a big-endian machine")
         pickled = _read_entry(window, entries["data.pkl"])
@@ -224,6 +227,7 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
         raise CorruptFileError(f"{extent.file}: the item at byte {extent.offset} is no plain tensor")
     data, item_bytes = entries[f"data/{tensor.storage_key}"], itemsize(tensor.dtype)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
+    # Sizes and strides come from the pickle: unchecked, they could reach into a neighbour's bytes.
     if (
         min(tensor.storage_offset, *tensor.stride, 0) < 0
         or (tensor.storage_offset + last + 1) * item_bytes > data.file_size
@@ -234,7 +238,7 @@ def _parse_item(window: _Window, extent: Extent) -> _Layout:
 
 
 def _data_start(window: _Window, entry: zipfile.ZipInfo) -> int:
-    """The first byte of an entry's data; its local header may be longer than its directory entry says."""
+    """The first byte of an entry's data; its local header may be longer than the archive's directory says."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CorruptFileError(f"the entry {entry.filename} is compressed")
     window.seek(entry.header_offset)
@@ -244,7 +248,7 @@ def _data_start(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 
 def _read_entry(window: _Window, entry: zipfile.ZipInfo) -> bytes:
-    """An entry's bytes; `zipfile` itself would insist on the archive's checksums, which may be switched off."""
+    """An entry's bytes; `zipfile` itself would insist on the archive's checksums, which may be off."""
     window.seek(_data_start(window, entry))
     return window.read(entry.file_size) or b""
 
@@ -264,7 +268,7 @@ def _rebuild(storage: tuple[Any, ...], offset: int, shape: Any, stride: Any, *re
 
 
 def _rebuild_typed(storage: Any, offset: int, shape: Any, stride: Any, *rest: Any) -> _RebuiltTensor:
-    """Element types that have no storage class of their own name their dtype last."""
+    """For element types without a storage class of their own: the dtype is the last argument."""
     plain = _rebuild(storage, offset, shape, stride)
     return _RebuiltTensor(rest[2], plain.storage_key, plain.storage_offset, plain.shape, plain.stride)
 

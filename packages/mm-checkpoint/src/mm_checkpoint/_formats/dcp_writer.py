@@ -36,13 +36,13 @@ def write_tensor(file: DurableFile, name: str, tensor: torch.Tensor) -> Extent:
     Args:
         file: the chunk file.
         name: its name in the folder.
-        tensor: a contiguous CPU tensor; only its own bytes are written, whatever storage it is a view of.
+        tensor: a contiguous CPU tensor; only its own bytes are written, not those of a larger storage behind it.
     """
     import torch
 
     start = file.tell()
     if tensor.numel():
-        # A view on exactly these bytes: `torch.save` would write all of a larger storage.
+        # A view of exactly these bytes: `torch.save` writes the whole storage, however little of it the tensor uses.
         tensor = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
     else:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -50,7 +50,7 @@ def write_tensor(file: DurableFile, name: str, tensor: torch.Tensor) -> Extent:
         with _without_archive_checksums():
             torch.save(tensor, file)  # type: ignore[arg-type]  # it has the methods that torch.save uses
     except RuntimeError:
-        if file.failure is not None:  # torch.save replaces a full disk by an error about its archive
+        if file.failure is not None:  # torch.save hides a full disk behind an error about its archive
             raise file.failure from None
         raise
     return Extent(name, start, file.tell() - start)
@@ -62,9 +62,9 @@ _inside: list[bool] = []
 
 @contextmanager
 def _without_archive_checksums() -> Iterator[None]:
-    """Keep torch from hashing what we hash: a third of the processor time of a save.
+    """Keep torch from hashing what we hash anyway, which took a third of a save's processor time.
 
-    The option is the process's, so the first thread in switches it off and the last one out puts it back.
+    The option is process-wide: the first thread in switches it off, and the last one out restores it.
     """
     import torch
 
@@ -88,6 +88,7 @@ def pickle_value(value: Any) -> bytes:
     """
     import torch
 
+    # Tried now, while the caller can still do something about it: a resume would be too late.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     try:
@@ -111,13 +112,14 @@ def write_metadata(
     Args:
         folder: the folder of the chunk files.
         metadata: shapes, element types and chunks.
-        extents: by (name, offsets of the chunk; None for a value that is no tensor).
+        extents: by (name, offsets of the chunk); the offsets are None for a value that isn't a tensor.
         sync: flush to disk before returning.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
+    # `_StorageInfo` is private, but it is what torch's own readers expect to find in the pickle.
     metadata.storage_data = {
         MetadataIndex(name, None if offsets is None else torch.Size(offsets)): _StorageInfo(
             extent.file, extent.offset, extent.length

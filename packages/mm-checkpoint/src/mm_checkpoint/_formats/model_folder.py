@@ -36,7 +36,7 @@ def parse_size(text: str | int) -> int:
 
 
 def stem_of(config: Mapping[str, Any] | None) -> str:
-    """How a folder with this ``config.json`` calls its weight files: as diffusers does, or as transformers does."""
+    """What the weight files beside this ``config.json`` are called: diffusers' name, or transformers'."""
     return DIFFUSERS_STEM if config is not None and "_class_name" in config else HF_STEM
 
 
@@ -45,8 +45,8 @@ def target_dtypes(source: TensorSource, dtype: str | None, original: Mapping[str
 
     Args:
         source: the tensors.
-        dtype: one type for every floating tensor, if asked for.
-        original: the types to go back to otherwise, by name and ``*`` for the rest; by default as they are.
+        dtype: one type for all floating tensors, if given.
+        original: the types to go back to otherwise, by name and ``*`` for the rest; by default they stay as they are.
     """
     original = original or {}
     result = {}
@@ -64,7 +64,7 @@ def total_bytes(source: TensorSource, dtypes: Mapping[str, str]) -> int:
 
 
 def drop_ties(source: TensorSource, preferred: Sequence[str] = ()) -> TensorSource:
-    """Keep one name of those that share their bytes: a preferred one, else the shortest."""
+    """Keep one of the names that share their bytes: a preferred one, else the shortest."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name, info in source.tensors.items():
         if info.storage is not None and info.nbytes:
@@ -77,7 +77,7 @@ def drop_ties(source: TensorSource, preferred: Sequence[str] = ()) -> TensorSour
 
 
 def split_shards(source: TensorSource, dtypes: Mapping[str, str], limit: int) -> list[list[str]]:
-    """Names file by file, in stored order, no file over ``limit`` bytes of data unless one tensor alone is."""
+    """The names in each file, in stored order; a file has at most ``limit`` bytes of data, unless a tensor has more."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, info in source.tensors.items():
@@ -110,11 +110,11 @@ def write_model_folder(
         folder: exists and holds nothing but ``companions``; the caller renames it into place.
         source: the tensors under the names to write.
         dtypes: element type by name.
-        stem: how weight files are called.
+        stem: what the weight files are called.
         companions: files that are there already, for the manifest.
         metadata: the free metadata of the files' headers.
         max_shard_size: bytes of tensor data per file.
-        workers: files that are written at the same time.
+        workers: files written at the same time.
         extra: further fields of the manifest.
         sync, on_bytes: see `write_file`.
     """

@@ -1,8 +1,8 @@
 """The safetensors format: headers without torch, slices by position, and a writer that streams.
 
-The `safetensors` package itself is not used for reading, because it maps whole files (every page that was touched
-counts as this process's memory, and a file truncated meanwhile ends in SIGBUS), nor for writing, because it wants all
-tensors of a file in memory at once. The files are the same, bit for bit.
+The `safetensors` package itself is used neither for reading, because it maps whole files (every page touched counts as
+this process's memory, and a file truncated meanwhile ends in SIGBUS), nor for writing, because it wants all tensors of
+a file in memory at once. The files are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # Before anything of that size is read: in a broken file it may be any 64-bit number.
         if size < 8 or length > min(MAX_HEADER, size - 8):
             raise CorruptFileError(f"{path}: not a safetensors file, or truncated ({size} bytes)")
         raw = file.read(length)
@@ -61,6 +62,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str
         tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path}: unreadable safetensors header: {error}") from error
+    # Tensors must fill the file without gaps or overlaps, as the format demands: wrong offsets would load silently.
     end = 8 + length
     for name, (info, start) in sorted(tensors.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
         if start != end:
@@ -110,7 +112,7 @@ class SafetensorsSource:
         self._reader = FileReader()
         self._places: dict[str, tuple[Path, int]] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        for file in files:
+        for file in files:  # all headers first, so that a truncated shard is found before any tensor is filled
             header, metadata = read_header(file)
             self.metadata |= metadata
             for name, (info, start) in header.items():
@@ -125,7 +127,7 @@ class SafetensorsSource:
         wrong = {n: f for n, f in weight_map.items() if n not in self.tensors or self.tensors[n].file != Path(f).name}
         if wrong:
             name, file = min(wrong.items())
-            found = f"it lies in {self.tensors[name].file}" if name in self.tensors else "no file holds it"
+            found = f"it is in {self.tensors[name].file}" if name in self.tensors else "no file holds it"
             raise SourceError(
                 f"{self.path}: the index places {len(wrong)} tensor(s) where they are not: {name} should be in {file}, "
                 f"but {found}"
@@ -190,7 +192,7 @@ def write_file(
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-len(raw) % 8)  # aligns the data, as the reference implementation does
     with durable_file(path, sync=sync) as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for name in ordered:
@@ -209,12 +211,13 @@ def chunk_boxes(info: TensorInfo) -> Iterator[Box]:
 def stream_pieces(source: TensorSource, name: str, dtype: str) -> Iterator[torch.Tensor]:
     """The tensor's values in row-major order, as contiguous pieces of type ``dtype``.
 
-    A piece is only valid until the next one is asked for: they share one buffer.
+    A piece is valid only until the next one is requested: they share one buffer.
     """
     import torch
 
     info = source.tensors[name]
     stored, wanted = to_torch(info.dtype), to_torch(dtype)
+    # One buffer for all pieces: fresh memory for each would cost its page faults every time.
     scratch = torch.empty(min(info.nbytes, PIECE_BYTES), dtype=torch.uint8)
     for box in chunk_boxes(info):
         piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)

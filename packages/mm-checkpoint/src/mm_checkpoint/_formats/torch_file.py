@@ -15,7 +15,7 @@ from mm_checkpoint.errors import CorruptFileError, SourceError, sample
 if TYPE_CHECKING:
     import torch
 
-# Where releases put the weights when the file is not simply a flat table of tensors.
+# The keys under which releases put the weights when the file isn't simply a flat table of tensors.
 _WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
 
 
@@ -23,8 +23,8 @@ class TorchFileSource:
     """One or more pickled state dicts as one set of tensors; zip-format files are mapped, not read.
 
     Raises:
-        CorruptFileError: unreadable, or it holds more than ``weights_only`` admits.
-        SourceError: no flat table of tensors inside, a name in two files, or an index that disagrees.
+        CorruptFileError: it is unreadable, or holds more than ``weights_only`` admits.
+        SourceError: there is no flat table of tensors in it, a name is in two files, or the index disagrees.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """The checkpoints in one folder: ``<folder>/iter_0000120/`` and the tracker beside it.
 
-    Every method that writes or reads tensors (`prepare`, `save`, `wait`, `load`, `close`) is called on all ranks, and
-    raises the same error on all of them. Without a process group the one process is all ranks.
+    Call every method that writes or reads tensors (`prepare`, `save`, `wait`, `load`, `close`) on all ranks; an error
+    is raised on all of them. Without a process group, the one process is all ranks.
 
     Args:
-        folder: on a disk that all ranks share; made at the first save.
+        folder: on a disk that all ranks share; created by `prepare` or the first save.
         keep_last: how many of the newest iterations stay; -1 keeps all.
         keep_every: iterations that are multiples of this stay as well.
         async_save: `save` returns as soon as the state is copied, and the copy is written in the background. The copies
             are kept for the next save, so a rank holds its part of the state twice.
         checksums: hash the files while writing.
-        sync: flush to the disk before the tracker moves. Only for measurements is there a reason to switch it off.
+        sync: flush to the disk before the tracker moves. Switch it off only for measurements.
 
     Raises:
         ValueError: ``keep_last`` is 0 or below -1, or ``keep_every`` is not positive.
@@ -80,8 +80,8 @@ class CheckpointManager:
 
         Args:
             step: where the run starts; a complete iteration beyond it belongs to another run.
-            state: what will be saved, to check that it fits on the disk and, with ``async_save``, to make the buffers
-                that the first save would otherwise wait for.
+            state: what will be saved, to check that it fits on the disk and, with ``async_save``, to allocate the
+                buffers that the first save would otherwise wait for.
 
         Raises:
             DestinationError: the folder holds iterations beyond ``step``, or isn't shared by all ranks.
@@ -89,6 +89,7 @@ class CheckpointManager:
         """
         self.wait()
         ranks = self._peers()
+        # Seeing a file with a name that only rank 0 knows proves that a rank shares rank 0's disk.
         probe = self.folder / ranks.together(lambda: self._make_probe(step) if ranks.is_first else "")[0]
         try:
             ranks.together(lambda: await_shared(probe))
@@ -104,13 +105,13 @@ class CheckpointManager:
             self._known.add(step)
 
     def save(self, step: int, state: Mapping[str, Any], *, manifest: Mapping[str, Any] | None = None) -> Path:
-        """Save ``state`` as iteration ``step``; an error of an earlier save in the background is raised here first.
+        """Save ``state`` as iteration ``step``; an error from an earlier background save is raised here first.
 
         Args:
             step: the iteration's number.
             state: nested mappings of tensors (plain or DTensor) and plain values. A plain value is the same on all
                 ranks, or its name has the rank in it.
-            manifest: what else the manifest should say (json values).
+            manifest: further fields for the manifest (json values).
 
         Returns:
             The iteration's folder; with ``async_save`` it is complete only after `wait`.
@@ -118,7 +119,7 @@ class CheckpointManager:
         Raises:
             DestinationError: the folder holds this iteration already, or a later one that this run didn't write, or it
                 isn't shared by all ranks.
-            SaveError: the disk is full or refuses; what was complete before still is.
+            SaveError: the disk is full or refuses the write; what was complete before still is.
             TypeError, ValueError: a value that can't be stored, or that differs between ranks.
         """
         self.wait()
@@ -134,6 +135,7 @@ class CheckpointManager:
                     raise DestinationError(f"{self.folder / iteration_name(step)}: already saved")
             return take_snapshot(state, is_first=ranks.is_first, staging=self._staging)
 
+        # On all ranks together, even for a background save: one that fails here must not leave its peers waiting.
         snapshot = ranks.each(begin)
         if self._executor is None:
             return self._write(step, snapshot, extra)
@@ -144,7 +146,7 @@ class CheckpointManager:
         ranks = self._peers()
         path = write_checkpoint(self.folder, step, snapshot, extra, ranks, self._options)
         self._known.add(step)
-        if ranks.is_first:
+        if ranks.is_first:  # only now: the new iteration and the tracker are on the disk
             apply_retention(self.folder, step, *self._keep)
         return path
 
@@ -179,13 +181,14 @@ class CheckpointManager:
         return self._found_by_first(lambda: newest_complete(self.folder))
 
     def resolve(self, load: str | Path) -> Path | None:
-        """The iteration that ``load`` means.
+        """The iteration that ``load`` stands for.
 
-        ``auto`` is `latest` of this folder; otherwise a run's folder (the tracker's iteration, without tracker the only
-        complete one) or an iteration's.
+        ``auto`` is `latest` of this folder. Anything else is a run's folder (its tracked iteration, or without a
+        tracker the only complete one) or an iteration's.
 
         Raises:
-            IncompleteCheckpointError: none or several complete ones; a damaged one is named with the newest that isn't.
+            IncompleteCheckpointError: no complete iteration, or several; for a damaged one the message names the newest
+                older one that is complete.
         """
         if str(load) == "auto":
             return self.latest()
@@ -193,7 +196,7 @@ class CheckpointManager:
         return self._found_by_first(lambda: resolve_iteration(Path(load)))
 
     def _found_by_first(self, find: Callable[[], Path | None]) -> Path | None:
-        """Rank 0 looks and tells the others, whose view of a shared disk may lag: they wait until they see it too."""
+        """Rank 0 looks and tells the others; their view of a shared disk may lag, so they wait until they see it."""
         ranks = self._peers()
         path = ranks.together(lambda: find() if ranks.is_first else None)[0]
         if path is not None:
@@ -213,6 +216,7 @@ class CheckpointManager:
         """
         self.wait()
         path, ranks = Path(path), self._peers()
+        # Node-local disks may each hold a complete iteration of this name, so ranks compare what they see in it.
         seen = ranks.together(lambda: checkpoint_identity(require_complete(path)))
         if len(set(seen)) > 1:
             raise DestinationError(f"{path}: the ranks see different checkpoints there; it has to be on a shared disk")
@@ -224,12 +228,12 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one, and raise its error, if it failed."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # cleared first: an error is raised once, not at every later call
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """`wait`, and let go of threads and copies. The manager is of no use afterwards."""
+        """`wait`, then release threads and buffers. The manager can't be used afterwards."""
         try:
             self.wait()
         finally:
@@ -245,6 +249,7 @@ class CheckpointManager:
 
     def _peers(self) -> Ranks:
         if self._ranks is None:
+            # A group of its own: collectives of a background save must not mix with those of the training.
             self._ranks = Ranks.current(own_group=True)
         return self._ranks
 
@@ -261,7 +266,7 @@ def _check_manifest(step: int, extra: Mapping[str, Any]) -> None:
 
 
 def _own_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the tensors that this rank would write, replicas counted on every rank."""
+    """Bytes of the tensors that this rank holds, replicas counted on every rank: an upper bound on what it writes."""
     from mm_checkpoint._run.state import flatten
     from mm_checkpoint._tensors.shards import local_part
 

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 def restore(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """See `CheckpointManager.load`; this is one rank's part, without communication."""
-    require_complete(path)
+    require_complete(path)  # by sizes and the manifest's own checksum; hashing whole files is `verify`'s job
     source = DcpSource(path)
     try:
         whole = [section for section, content in state.items() if content is None]
         flat = flatten({section: content for section, content in state.items() if content is not None})
+        # Everything is compared before anything is filled: a mismatch leaves the state as it was.
         _check_names(source, flat, state)
         _check_tensors(source, flat.tensors)
         for name, tensor in flat.tensors.items():
             fill(local_part(tensor), source, name)
         found = {name: source.read_value(name) for name in flat.values}
-        for section in whole:
+        for section in whole:  # nothing to fill in place, so its tensors are new ones on the CPU
             found |= {name: source.read_value(name) for name in source.metadata.values if _in(section, name)}
             found |= {name: read_box(source, name) for name in source.tensors if _in(section, name)}
         return unflatten(found, source.metadata.paths)
@@ -40,7 +41,7 @@ def restore(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_identity(path: Path) -> str:
-    """Equal on all ranks that see the same checkpoint."""
+    """A text that is equal on all ranks that see the same checkpoint."""
     manifest = read_manifest(path)
     return f"{path.name} {manifest['files']}"
 
@@ -50,6 +51,7 @@ def _in(section: str, name: str) -> bool:
 
 
 def _check_names(source: DcpSource, flat: FlatState, state: Mapping[str, Any]) -> None:
+    # Both ways: torch's own loader ignores a surplus name silently.
     stored = source.tensors.keys() | source.metadata.values.keys()
     wanted = flat.tensors.keys() | flat.values.keys()
     missing = wanted - stored
@@ -76,6 +78,7 @@ def _check_names(source: DcpSource, flat: FlatState, state: Mapping[str, Any]) -
 
 
 def _check_tensors(source: DcpSource, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Weights may be cast when loaded; a resumed state may not, since it has to go on with the same bits.
     wrong = []
     for name, tensor in tensors.items():
         info, dtype = source.tensors[name], from_torch(tensor.dtype)

@@ -1,8 +1,8 @@
 """Writing one checkpoint: every rank its chunks, rank 0 everything else.
 
 [Note: order of writing] Chunk files -> ``.metadata`` -> manifest, all in a folder of a temporary name and each flushed;
-then the rename to ``iter_*``, then the tracker, then retention. A process that is killed at any point leaves a leftover
-that nothing takes for a checkpoint, or a complete checkpoint with a tracker that is one save behind.
+then the rename to ``iter_*``, then the tracker, then retention. A process killed at any point leaves either a leftover
+that nothing mistakes for a checkpoint, or a complete checkpoint with the tracker one save behind.
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ def write_checkpoint(
     """Write iteration ``step`` and move the tracker. Called on every rank; raises the same error on every rank.
 
     Raises:
-        SaveError: a disk that is full or refuses.
+        SaveError: the disk is full or refuses the write.
         DestinationError: ``folder`` is not the same for all ranks.
         ValueError: plain values differ between ranks.
     """
     target = folder / iteration_name(step)
-    # The name is agreed on, not the path: a rank for which "the same" folder is another disk finds nothing there.
+    # Ranks agree on the name, not the path: one whose "same" folder is on another disk finds nothing there.
     partial = folder / ranks.together(lambda: _begin(target).name if ranks.is_first else "")[0]
     try:
         ranks.together(lambda: await_shared(partial))
+        # Gather, plan, scatter, as DCP does: only a rank that sees all plans can drop the copies of replicated tensors.
         contributions = ranks.gather(ranks.each(snapshot.contribute))
         planned = ranks.each(lambda: _plan(folder, contributions) if ranks.is_first else None)
         plan = ranks.scatter(planned.plans if planned else None)
         own = ranks.each(lambda: _write_chunks(partial, plan, snapshot, ranks, options))
-        written = ranks.gather(own)
+        written = ranks.gather(own)  # rank 0 goes on when every rank's chunks are flushed
         ranks.each(lambda: _finish(partial, target, planned, written, extra, options) if planned else None)
     except BaseException:
         if ranks.is_first:
@@ -97,14 +98,16 @@ def _plan(folder: Path, contributions: list[Contribution]) -> _Planned:
     """Let torch's planner settle which rank writes what; tied names are written once."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
+    # torch keeps one rank's copy of a replicated value and drops the others without comparing them.
     _check_replicated(contributions)
     aliases = _agree_on_ties(contributions)
     plans = []
-    for contribution in contributions:
+    for contribution in contributions:  # `_finish` adds the aliases back to .metadata, without bytes of their own
         items = [item for item in contribution.plan.items if item.index.fqn not in aliases]
         plans.append(dataclasses.replace(contribution.plan, items=items))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     global_plans, metadata = planner.create_global_plan(plans)
+    # Readers rebuild the nesting from these paths; the states were flattened before torch saw them.
     metadata.planner_data = {name: path for part in contributions for name, path in part.paths.items()}
     size = sum(item.tensor_storage_size() or 0 for plan in global_plans for item in plan.items)
     check_free_space(folder, size)
@@ -131,6 +134,7 @@ def _agree_on_ties(contributions: list[Contribution]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     groups = {names for contribution in contributions for names in contribution.ties}
     for names in sorted(groups, key=len):
+        # A rank that holds no element of a tensor can't see what it is tied to, so it doesn't object.
         agreed = all(names in part.ties or part.empty.issuperset(names) for part in contributions)
         if agreed:
             kept = min(names, key=lambda name: (len(name), name))
@@ -151,7 +155,7 @@ def _write_chunks(partial: Path, plan: SavePlan, snapshot: Snapshot, ranks: Rank
                 file.write(snapshot.values[key])
                 extents[key, None] = Extent(name, start, file.tell() - start)
             else:
-                assert item.tensor_data is not None  # it is no plain value
+                assert item.tensor_data is not None  # it isn't a plain value
                 chunk, box = snapshot.chunks[key], item.tensor_data.chunk
                 if tuple(chunk.shape) != tuple(box.sizes):
                     raise BadInputError(f"state: {key} is sharded so that a rank holds no single box of it")
@@ -173,29 +177,31 @@ def _finish(
     for alias, kept in planned.aliases.items():
         metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
         extents |= {(alias, offsets): extent for (name, offsets), extent in list(extents.items()) if name == kept}
+    # Each file is written after those it describes: `.metadata` after the chunks, the manifest after everything.
     files[METADATA_NAME] = write_metadata(partial, metadata, extents, sync=options.sync)
     write_manifest(partial, make_manifest(files, extra), sync=options.sync)
     if target.exists():
         _set_aside(target)
     publish(partial, target, sync=options.sync)
+    # The tracker moves last: until then it names the previous iteration, which is still complete.
     replace_text(target.parent / TRACKER_NAME, f"{extra['step']}\n", sync=options.sync)
 
 
 def _set_aside(target: Path) -> None:
-    """Make way for an iteration whose damaged older copy lies where it belongs; a complete one is left alone."""
+    """Make way for an iteration whose place a damaged older copy takes; a complete one is left alone."""
     damage = damage_of(target)
     if damage is None:
         raise DestinationError(f"{target}: appeared while this iteration was being written; it was left alone")
     aside = target.with_name(f"{target.name}.damaged-{secrets.token_hex(3)}")
-    log.warning("%s is not complete (%s) and becomes %s", target, damage, aside.name)
+    log.warning("%s is not complete (%s) and is renamed to %s", target, damage, aside.name)
     target.rename(aside)
 
 
 def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | None) -> None:
     """Delete complete iterations up to ``step`` that neither rule keeps.
 
-    Iterations beyond ``step`` are another run's and never touched, and the one just written always stays. What can't be
-    deleted is only warned of: training should not stop for it.
+    Iterations beyond ``step`` are another run's and never touched, and the one just written always stays. A deletion
+    that fails is only a warning: training should not stop for it.
 
     Args:
         folder: the run's folder.
@@ -208,7 +214,7 @@ def apply_retention(folder: Path, step: int, keep_last: int, keep_every: int | N
     candidates = [(number, path) for number, path in complete_iterations(folder) if number <= step]
     doomed = [path for number, path in candidates[:-keep_last] if not (keep_every and number % keep_every == 0)]
     for path in doomed:
-        # Renamed first: what a killed deletion leaves is not an iteration with files missing.
+        # Renamed first, so that a deletion that is killed doesn't leave an iteration with files missing.
         leftover = partial_path(path)
         try:
             path.rename(leftover)

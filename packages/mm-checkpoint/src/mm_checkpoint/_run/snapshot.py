@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlan
 
-# Replicated values are compared between ranks up to this size; beyond it lie weights, not bookkeeping.
+# Replicated values are compared between ranks up to this size; larger ones are weights, not bookkeeping.
 COMPARED_BYTES = 64 << 10
-# A snapshot is what a save in the background makes training wait for; torch's own threads are often one per rank.
+# Training waits for the snapshot of a background save, and torch itself often has only one thread per rank.
 COPY_THREADS = 2
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What rank 0 has to know of a rank to settle who writes what.
+    """What rank 0 has to know about a rank to settle who writes what.
 
     Attributes:
         plan: torch's local save plan: the chunks that this rank could write.
         paths: flat name to the keys that lead to it.
         ties: groups of names that are the same memory on this rank.
         empty: names of which this rank holds no element, so that it can't tell what they are tied to.
-        replicated: checksum of every plain value and small plain tensor, which have to be equal on all ranks.
+        replicated: checksums of all plain values and small plain tensors, which have to be equal on all ranks.
     """
 
     plan: SavePlan
@@ -48,9 +48,9 @@ class Snapshot:
     """One rank's part of a state.
 
     Attributes:
-        chunks: this rank's memory of each tensor (the live one, or a copy for a save in the background).
+        chunks: this rank's memory of each tensor (the live one, or a copy for a background save).
         values: the pickled plain values.
-        contribute: makes the rest; it only looks at shapes and placements, so it may run in the background too.
+        contribute: makes the rest; it looks only at shapes and placements, so it may run in the background too.
     """
 
     chunks: dict[str, torch.Tensor]
@@ -64,8 +64,8 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
     Args:
         state: nested mappings of tensors, DTensors and plain values.
         is_first: whether this is rank 0.
-        staging: buffers to copy the tensors into (made as needed, kept by the caller for the next save), so that the
-            state may change while it is written; None writes from the live memory.
+        staging: buffers to copy the tensors into (allocated as needed, kept by the caller for the next save), so that
+            the state may change while it is written; None writes from the live memory.
 
     Raises:
         BadInputError: a tensor that can't be stored (sparse, quantised, on meta).
@@ -81,6 +81,7 @@ def take_snapshot(state: Mapping[str, Any], *, is_first: bool, staging: dict[str
         _check_storable(name, tensor)
     with torch.no_grad():  # else `to_local` records itself for autograd
         chunks = {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in flat.tensors.items()}
+    # Pickled now, not when written: a background save must not see what training changes meanwhile.
     values = {name: pickle_value(value) for name, value in flat.values.items()}
     ties = _find_ties(chunks)
     empty = {name for name, chunk in chunks.items() if chunk.numel() == 0}
@@ -113,6 +114,7 @@ def _find_ties(chunks: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, chunk in chunks.items():
         if chunk.numel():
+            # Equal addresses aren't enough: views of one memory may still hold different values.
             view = (chunk.shape, chunk.stride(), chunk.dtype, chunk.is_conj(), chunk.is_neg())
             place = (chunk.device, chunk.data_ptr(), *view)
             groups.setdefault(place, []).append(name)
@@ -122,9 +124,10 @@ def _find_ties(chunks: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
 def _copy(
     chunks: Mapping[str, torch.Tensor], ties: list[tuple[str, ...]], staging: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Copy every chunk into CPU memory; buffers of an earlier save are used again where they fit."""
+    """Copy every chunk into CPU memory; buffers of an earlier save are reused where they fit."""
     import torch
 
+    # Tied names share a buffer as they share memory; what is no longer saved gives its buffer back.
     kept = {name: names[0] for names in ties for name in names}
     chosen = dict.fromkeys(kept.get(name, name) for name in chunks)
     for name in staging.keys() - chosen.keys():

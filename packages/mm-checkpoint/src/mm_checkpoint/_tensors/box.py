@@ -72,7 +72,7 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
     """The contiguous runs ``(first element, count)`` of ``box`` in a row-major tensor of ``shape``, in order."""
     if box.numel == 0:
         return
-    # Trailing dimensions that are taken whole melt into one run with the dimension before them.
+    # Trailing dimensions that are taken whole merge into one run with the dimension before them.
     inner = len(shape)
     while inner > 0 and box.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -55,7 +55,7 @@ def safetensors_code(dtype: str) -> str:
 
 
 def from_safetensors_code(code: str) -> str | None:
-    """The torch name behind a code in a safetensors header; None for a code unknown here."""
+    """The torch name for a code in a safetensors header; None for an unknown code."""
     return _BY_CODE.get(code)
 
 

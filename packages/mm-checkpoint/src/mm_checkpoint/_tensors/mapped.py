@@ -1,7 +1,7 @@
 """A source seen through other names: prefixes, key maps in either direction, tensor ops.
 
 Renaming, splitting, joining and transposing all come down to one thing: a tensor on our side is made of boxes of
-tensors on the other. So any box of it can be read without reading, or building, anything else.
+tensors on the other. Any box of it can therefore be read without reading, or building, anything else.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MappedSource:
 
 
 def rename(source: TensorSource, names: Mapping[str, str]) -> MappedSource:
-    """``source`` under new names (stored name to new name); what isn't listed is hidden."""
+    """``source`` under new names (stored name to new name); names that aren't listed are hidden."""
     mapped = {}
     for old, new in names.items():
         info = source.tensors[old]
@@ -129,7 +129,7 @@ def _add(key_map: KeyMap, mapped: dict[str, Mapped], more: Mapping[str, Mapped])
 
 @dataclass(frozen=True)
 class _Group:
-    """The tensors that one use of an op takes in, and the names of those it gives."""
+    """The input tensors of one application of an op, and the names of its outputs."""
 
     keys: tuple[str, ...]
     infos: tuple[TensorInfo, ...]

@@ -40,7 +40,7 @@ def local_part(tensor: torch.Tensor) -> LocalPart:
 
 
 def fill(part: LocalPart, source: TensorSource, name: str) -> None:
-    """Read this process's box of ``name``, straight into its memory where the bytes can land there as they are."""
+    """Read this process's box of ``name``, straight into its memory if the stored bytes fit there unchanged."""
     import torch
 
     local, stored = part.tensor, to_torch(source.tensors[name].dtype)
@@ -49,6 +49,7 @@ def fill(part: LocalPart, source: TensorSource, name: str) -> None:
     if local.device.type == "cpu" and local.dtype == stored and local.is_contiguous():
         source.read_into(name, part.box, local)
         return
+    # Otherwise (another device, dtype or layout) the bytes pass through one small buffer, whatever the tensor's size.
     scratch = torch.empty(min(PIECE_BYTES, part.box.numel * stored.itemsize), dtype=torch.uint8)
     for box in part.box.pieces(PIECE_BYTES // stored.itemsize):
         piece = scratch[: box.numel * stored.itemsize].view(stored).reshape(box.sizes)

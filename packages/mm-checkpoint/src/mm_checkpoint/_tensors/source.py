@@ -25,8 +25,8 @@ class TensorInfo:
     Attributes:
         shape: its global shape.
         dtype: torch's name of its element type.
-        file: where it lies, for messages.
-        storage: equal for two names of the very same bytes (tied tensors); None where that can't be.
+        file: the file it is in, for messages.
+        storage: equal for two names of the very same bytes (tied tensors); None if that can't happen.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class TensorSource(Protocol):
         """Read ``box`` of tensor ``key`` into ``out``: a contiguous CPU tensor of the box's shape and stored dtype."""
 
     def close(self) -> None:
-        """Let go of open files."""
+        """Close the files."""
 
 
 def read_box(source: TensorSource, key: str, box: Box | None = None) -> torch.Tensor:
@@ -73,7 +73,7 @@ def read_box(source: TensorSource, key: str, box: Box | None = None) -> torch.Te
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it is written: on the CPU, contiguous, conjugated and negated; itself if it is so already."""
+    """The tensor as it is written: on the CPU, contiguous, conjugated and negated; itself if it already is."""
     return tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""What lies at a path, as plain values for people and scripts.
+"""What is at a path, as plain values for people and scripts.
 
 Only headers are read, and torch is imported only for pickled weight files.
 """
@@ -24,7 +24,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     Returns:
         ``kind`` (``run``, ``pipeline``, ``weights``), and by kind: ``iterations`` and ``tracker``; ``components``;
         ``format``, ``files``, ``parameters``, ``bytes``, ``dtypes``, ``tensors`` (name to shape, dtype, bytes, file),
-        ``values`` (names of what is no tensor) and ``manifest``.
+        ``values`` (names of what isn't a tensor) and ``manifest``.
 
     Raises:
         SourceError, CorruptFileError: there is nothing of a known form, or it is unreadable.
@@ -106,7 +106,7 @@ def _render(node: dict[str, Any], depth: int) -> Any:
 
 
 def _fold(node: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Runs of numbered children that are equal become one entry."""
+    """Merge runs of equal numbered children into one entry."""
     entries: list[tuple[str, Any]] = []
     run: list[int] = []
     for name, child in node.items():

@@ -1,4 +1,4 @@
-"""Checking what lies on a disk: against its manifest where there is one, for consistency where there is none."""
+"""Checking what is on a disk: against its manifest if there is one, otherwise for consistency."""
 
 from __future__ import annotations
 

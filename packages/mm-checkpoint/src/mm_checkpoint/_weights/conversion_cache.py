@@ -1,4 +1,4 @@
-"""The on-line form of conversion: convert a source to DCP once, and use that for as long as the source is the same."""
+"""Conversion on the fly: convert a source to DCP once, and use the result for as long as the source stays the same."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mm_checkpoint.errors import DestinationError, SourceError
 log = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-_CONVERSION = "1"  # raise it when the same source would be converted into something else
+_CONVERSION = "1"  # raise it when the same source would convert to something else
 
 
 def converted(source: WeightSource) -> WeightSource:
-    """``source`` itself, or, where it names a cache, its converted form there; converts if need be.
+    """``source`` itself or, if it names a cache, its converted form in there; converts if necessary.
 
-    Every rank may call this at once: one reads and converts, the others wait at the lock and find the result. No
+    All ranks may call this at once: one reads and converts, the others wait at the lock and find the result. No
     process group is needed, and a cache on a node-local disk works too.
 
     Raises:
-        DestinationError: the cache's folder holds something that is no conversion of ours.
+        DestinationError: the cache's folder holds something that isn't a conversion of ours.
         SourceError, CorruptFileError, SaveError: the conversion failed; it leaves nothing that would be used.
     """
     if source.cache is None:
@@ -43,9 +43,10 @@ def converted(source: WeightSource) -> WeightSource:
     folder = source.cache / iteration_name(0)
     _check_replaceable(folder)  # before gigabytes are read to compare them with it
     wanted = _fingerprint(source)
+    # Without the lock first: a start that finds its conversion, by far the commonest, waits for no other process.
     if not _is_valid(folder, wanted):
         with lock(source.cache / LOCK_NAME, waiting_for="converts into it"):
-            if not _is_valid(folder, wanted):
+            if not _is_valid(folder, wanted):  # asked again: another process may have converted while we waited
                 _convert_into(source, folder, wanted)
     return find_source(folder, "dcp")
 
@@ -60,7 +61,7 @@ def _is_valid(folder: Path, wanted: str) -> bool:
 
 
 def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
-    _check_replaceable(folder)
+    _check_replaceable(folder)  # again: it may have appeared while we read the source or waited for the lock
     log.info("converting %s into %s%s", source.path, folder, _why_again(folder))
     remove_leftovers(folder.parent)
     partial = partial_path(folder)
@@ -80,9 +81,10 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
             extra=extra,
             on_bytes=ProgressLog(f"converting {source.path}", total),
         )
-        if _fingerprint(source) != wanted:  # from the memo, if nothing was written meanwhile
+        if _fingerprint(source) != wanted:  # the memo answers, if nothing was written meanwhile
             raise SourceError(f"{source.path}: changed while it was converted; start again when it is complete")
         if folder.exists():
+            # Moved aside first: a process killed while it deletes leaves a leftover, not half a conversion.
             stale = partial_path(folder)
             folder.rename(stale)
             remove(stale)
@@ -92,7 +94,7 @@ def _convert_into(source: WeightSource, folder: Path, wanted: str) -> None:
         raise
     finally:
         tensors.close()
-    replace_text(folder.parent / TRACKER_NAME, "0\n")
+    replace_text(folder.parent / TRACKER_NAME, "0\n")  # last, as in a save: it names only what is there
 
 
 def _why_again(folder: Path) -> str:
@@ -100,8 +102,8 @@ def _why_again(folder: Path) -> str:
     if damage_of(folder) is not None:
         return ""
     if made_by_an_earlier_version(read_manifest(folder).get("source_fingerprint")):
-        return " again: version 0.1, which made what is there, compared parts of the source only"
-    return " again: the source is another one than that of what is there"
+        return " again: version 0.1, which made the conversion there, compared only parts of the source"
+    return " again: the conversion there was made from another source"
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -33,7 +33,7 @@ from mm_checkpoint.errors import BadInputError, SourceError
 from mm_checkpoint.key_map import KeyMap, get_key_map
 
 CONVERT_FORMS = ("hf", "diffusers", "dcp", "safetensors")
-# Small files that make a folder usable (configuration, tokenizer) travel along; weights and indexes don't.
+# Small files that make a folder usable (configuration, tokenizer) are copied too; weights and indexes aren't.
 _COMPANIONS = (".json", ".txt", ".model", ".jinja")
 _COMPANION_LIMIT = 64 << 20
 
@@ -61,7 +61,7 @@ def convert(
     on_start: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Conversion:
-    """Convert weights to another form. What is interrupted leaves nothing at ``destination``.
+    """Convert weights to another form. An interrupted conversion leaves nothing at ``destination``.
 
     Args:
         source: a folder or file, or what `resolve_source` returned.
@@ -69,11 +69,11 @@ def convert(
         to: ``hf``, ``diffusers``, ``dcp`` or ``safetensors`` (one file).
         key_map: renames: to the source's names for ``diffusers``, to native names for the other forms.
         dtype: element type for all floating tensors; by default they stay as they are.
-        prefix: only take names that start so, without it.
+        prefix: take only the names that start with it, and strip it.
         variant: which of several sets of files in the source folder, such as ``fp16``.
         workers: threads, each writing files of its own.
         max_shard_size: bytes of tensor data per file (``hf`` and ``diffusers``).
-        on_start: called with the bytes to write, before the first is.
+        on_start: called with the number of bytes to write, before writing starts.
         on_bytes: called with the number of bytes after every piece.
 
     Raises:
@@ -123,6 +123,7 @@ def _select(found: WeightSource, tensors: TensorSource, prefix: str) -> TensorSo
         if not selected.tensors:
             raise SourceError(f"{found.path}: no tensor's name starts with {prefix!r}")
         return selected
+    # Converting all of a run would put its optimizer's moments among the weights.
     if found.format == "dcp" and _manifest_of(found).get("sub_models"):
         raise SourceError(
             f"{found.path}: is a checkpoint of a training run, optimizer included; export its trained part with "
@@ -160,6 +161,7 @@ def _write_one_file(
     check_free_space(target.parent, total)
     partial = partial_path(target)
     try:
+        # Flushed, renamed, and the rename flushed: a file under the final name is always whole.
         write_file(partial, tensors, list(tensors.tensors), dtypes=dtypes, metadata=metadata or None, on_bytes=on_bytes)
         partial.rename(target)
         sync_folder(target.parent)
@@ -182,6 +184,7 @@ def write_dcp_folder(
     Chunks keep memory small here, and keep torch's own reader, which loads whole chunks, from reading a tensor N times
     for N ranks.
     """
+    # A file per worker: files are written front to back, so that threads can't share one.
     shares = _share_out(tensors, workers)
 
     def write(job: tuple[int, list[str]]) -> tuple[FileRecord, dict[tuple[str, tuple[int, ...] | None], Extent]]:
@@ -200,6 +203,7 @@ def write_dcp_folder(
         written = list(pool.map(write, enumerate(shares)))
     files = {chunk_file_name(number): record for number, (record, _) in enumerate(written)}
     extents = {place: extent for _, part in written for place, extent in part.items()}
+    # Each file after those it describes, as in a save.
     files[METADATA_NAME] = write_metadata(folder, _metadata(tensors, dtypes), extents)
     write_manifest(folder, make_manifest({**files, **companions}, extra))
 
@@ -215,7 +219,7 @@ def _metadata(tensors: TensorSource, dtypes: Mapping[str, str]) -> Any:
 
 
 def _share_out(tensors: TensorSource, workers: int) -> list[list[str]]:
-    """Deal the names to ``workers`` lists of about equal bytes, stored order kept inside each."""
+    """Deal the names out to ``workers`` lists of about equal bytes, each in stored order."""
     shares: list[list[str]] = [[] for _ in range(max(1, workers))]
     loads = [0] * len(shares)
     for name, info in tensors.tensors.items():
@@ -226,7 +230,7 @@ def _share_out(tensors: TensorSource, workers: int) -> list[list[str]]:
 
 
 def copy_companions(found: WeightSource, folder: Path) -> dict[str, FileRecord]:
-    """Copy the configuration and tokenizer files that lie beside the weights."""
+    """Copy the configuration and tokenizer files from beside the weights."""
     records: dict[str, FileRecord] = {}
     if found.path.is_file():
         return records
@@ -235,5 +239,5 @@ def copy_companions(found: WeightSource, folder: Path) -> dict[str, FileRecord]:
         weighs = is_weight_index(path.name) or path.name == MANIFEST_NAME or not path.is_file()
         if not weighs and path.suffix in _COMPANIONS and path.stat().st_size <= _COMPANION_LIMIT:
             shutil.copyfile(path, folder / path.name)
-            records[path.name] = checksum_file(folder / path.name)
+            records[path.name] = checksum_file(folder / path.name)  # the copy is what the manifest vouches for
     return records

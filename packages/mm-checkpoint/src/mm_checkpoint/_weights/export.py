@@ -1,4 +1,4 @@
-"""From a run's checkpoint to folders that diffusers and transformers load, led by the manifest alone."""
+"""From a run's checkpoint to folders that diffusers and transformers load, guided by the manifest alone."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True)
 class SubModel:
-    """What a manifest says of one trained sub-model.
+    """What a manifest says about one trained sub-model.
 
     Attributes:
         name: what the run calls it.
         prefix: its tensors are ``model.<prefix>*`` in the checkpoint; ``<name>.`` if none is given.
         key_map: name of the map between the source's names and these; None if they are the same.
-        source_config: the ``config.json`` it was built from, as it was.
+        source_config: the ``config.json`` it was built from, unchanged.
         export_folder: its folder in a pipeline; the sub-model's name if none is given.
         export_prefix: put before every exported name.
         source_dtypes: element types to go back to, by native name and ``*`` (see `LoadReport`).
-        ties: native names that the source doesn't hold, to the name of the same tensor that it does.
+        ties: native names that the source lacks, to the name it has for the same tensor.
     """
 
     name: str
@@ -79,22 +79,22 @@ def export(
     on_start: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """Write the trained sub-models of a checkpoint as model folders, bit for bit as they were loaded if not trained.
+    """Write the sub-models of a checkpoint as model folders; weights that didn't change are bit for bit as loaded.
 
     Args:
         run_or_iteration: a run's folder (the tracker's iteration) or an iteration's.
         destination: a new or empty folder; each sub-model gets its export folder inside (``safetensors``: one file).
-        to: ``diffusers`` (the source's names, through the key map back), ``hf`` (the model's own names) or
+        to: ``diffusers`` (the source's names, back through the key map), ``hf`` (the model's own names) or
             ``safetensors`` (own names, one file per sub-model).
         dtype: element type for all floating tensors; by default each goes back to its type in the source.
-        base: a pipeline folder (with ``model_index.json``); everything but the exported folders is taken from it, so
-            that ``destination`` is a complete pipeline.
+        base: a pipeline folder (with ``model_index.json``); everything but the exported folders is taken from it, which
+            makes ``destination`` a complete pipeline.
         link: link to the base's files instead of copying them.
         max_shard_size: bytes of tensor data per file, such as ``5GB``.
         ema: the running averages instead of the weights, where there are any.
-        workers: files that are written at the same time.
-        key_maps: maps by name, before those that are installed.
-        on_start: called with the bytes of tensor data to write, before the first is.
+        workers: files written at the same time.
+        key_maps: maps by name, which come before the installed ones.
+        on_start: called with the bytes of tensor data to write, before writing starts.
         on_bytes: called with the number of bytes after every piece.
 
     Returns:
@@ -141,7 +141,7 @@ class _Job:
 
 
 def _averaged(source: DcpSource, prefix: str) -> TensorSource:
-    """The running average of every tensor under ``prefix`` that has one, and the others (frozen ones) as they are."""
+    """The running averages of the tensors under ``prefix``; those without one (frozen) as they are."""
     names = [name.removeprefix(f"model.{prefix}") for name in source.tensors if name.startswith(f"model.{prefix}")]
     averages = [name for name in names if f"ema.{prefix}{name}" in source.tensors]
     if not averages:

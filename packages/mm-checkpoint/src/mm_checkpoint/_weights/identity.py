@@ -1,8 +1,8 @@
-"""Which weights a source holds: a digest of all its bytes, and a memo that spares reading unchanged files again.
+"""Which weights a source holds: a digest of all its bytes, and a memo that saves reading unchanged files again.
 
-[Note: one rule] Two sources are the same if, and only if, their digests are equal. What the file system says of a file
-(size, times, inode, device) never decides that: a merge keeps the size, ``cp -p`` keeps the time. It only tells whether
-*this* file was written to since it was last read; a program can set a file's ``mtime`` but not its ``ctime``.
+[Note: one rule] Two sources are the same if, and only if, their digests are equal. What the file system says about a
+file (size, times, inode, device) never decides that: a merge keeps the size, ``cp -p`` keeps the time. It tells only
+whether *this* file was written to since it was last read; a program can set a file's ``mtime`` but not its ``ctime``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 5.0
 MEMO_NAME, MEMO_LOCK_NAME = ".digests.json", ".digests.lock"
 DIGEST = "xxh3_128"
-"""Also the prefix of every digest, by which those of earlier versions are told."""
+"""Also the prefix of every digest, which sets it apart from those of earlier versions."""
 _THREADS = 4
-_KEPT_PER_FILE = 16  # one disk has a device number of its own on every node that mounts it
+_KEPT_PER_FILE = 16  # a disk may have a different device number on every node that mounts it
 # A file that was written to this recently may be written to again under the same time stamp, so it isn't remembered.
 _SETTLED_NS = 2_000_000_000
 
@@ -44,7 +44,7 @@ def source_digest(source: WeightSource, *, beside: Path | None = None) -> str:
     """A digest of what the source holds: all bytes of its files, their names, the index and ``config.json``.
 
     Reads every byte, unless ``beside`` holds a memo of an earlier reading and the file wasn't written to since. Several
-    processes may call this at once: where they share ``beside``, one reads and the others wait for its memo.
+    processes may call this at once: if they share ``beside``, one reads and the others wait for its memo.
 
     Args:
         source: what `resolve_source` returned.
@@ -61,11 +61,13 @@ def source_digest(source: WeightSource, *, beside: Path | None = None) -> str:
     digests = memo.look_up(files) if memo is not None else None
     if digests is None and memo is not None and memo.writable:
         with lock(memo.lock, waiting_for="reads the weights"):
+            # Looked up again: the process that held the lock may have read the same files.
             digests = memo.look_up(files) or _digest_files(source.path, files, memo)
     elif digests is None:
         digests = _digest_files(source.path, files, memo)
     root = source.files[0] if source.format == "dcp" else None
     names = [str(file.relative_to(root)) if root is not None else file.name for file in files]
+    # Config, index and names count too: they decide how the bytes are read.
     content = [source.config, source.weight_map, list(zip(names, digests, strict=True))]
     return f"{DIGEST}_{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}"
 
@@ -86,7 +88,7 @@ def _stat(file: Path) -> os.stat_result:
 
 
 def _identity(stat: os.stat_result) -> str:
-    """What changes whenever a file is written to or replaced; only comparable on one machine."""
+    """Changes whenever a file is written to or replaced; comparable on one machine only."""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
@@ -96,7 +98,7 @@ class _Memo:
     def __init__(self, folder: Path) -> None:
         self._path, self.lock = folder / MEMO_NAME, folder / MEMO_LOCK_NAME
         self.writable = os.access(folder, os.W_OK)
-        """Whether there is something to remember in, and so something to wait for."""
+        """Whether anything can be remembered here; if not, there is nothing to wait for either."""
 
     def look_up(self, files: Sequence[Path]) -> list[str] | None:
         """The digests of all files, or None if one of them has to be read."""
@@ -109,14 +111,14 @@ class _Memo:
         """Keep the digests of the files that have an identity."""
         if not any(identities):
             return
-        known = self._read()
+        known = self._read()  # again: another process may have added entries since
         for file, digest, identity in zip(files, digests, identities, strict=True):
             if identity is not None:
                 entries = known.pop(_key(file), {}) | {identity: digest}
                 known[_key(file)] = dict(list(entries.items())[-_KEPT_PER_FILE:])
         try:
             replace_text(self._path, json.dumps({"format": DIGEST, "files": known}, indent=1) + "\n")
-        except OSError as error:
+        except OSError as error:  # a memo only saves time, so that a failure to write one stops nothing
             log.warning("%s can't be written (%s): the next start reads the weights again", self._path, error)
 
     def _read(self) -> dict[str, dict[str, str]]:
@@ -142,6 +144,7 @@ def _digest_files(path: Path, files: Sequence[Path], memo: _Memo | None) -> list
         known = memo.look_up([file]) if memo is not None else None
         return (known[0], None) if known is not None else digest_file(file, progress)
 
+    # Several files at a time: a single reader rarely keeps a fast disk busy.
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         done = list(pool.map(digest, files))
     digests = [entry[0] for entry in done]
@@ -159,6 +162,7 @@ def digest_file(file: Path, on_bytes: Callable[[int], None] | None = None) -> tu
     hashed, view = xxhash.xxh3_128(), memoryview(bytearray(WRITE_PIECE))
     try:
         with file.open("rb", buffering=0) as opened:
+            # Of the open file, not of its path: another file may take that name meanwhile.
             before, started = os.fstat(opened.fileno()), time.time_ns()
             while count := opened.readinto(view):
                 hashed.update(view[:count])
@@ -174,7 +178,7 @@ def digest_file(file: Path, on_bytes: Callable[[int], None] | None = None) -> tu
 
 
 class ProgressLog:
-    """Called with the bytes that are done, from any thread; says every few seconds how far the work has come."""
+    """Call it with the bytes done, from any thread; it logs every few seconds how far the work has come."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done, self._told = what, total, 0, time.monotonic()
@@ -191,15 +195,15 @@ class ProgressLog:
 
 @contextlib.contextmanager
 def lock(path: Path, *, waiting_for: str) -> Iterator[None]:
-    """Hold a lock file; a disk without locks only costs double work, since results are renamed into place.
+    """Hold a lock file. A disk without locks costs no more than double work: results are renamed into place.
 
     Args:
         path: the file, in a folder that exists.
-        waiting_for: what another process does that holds it, for the log.
+        waiting_for: what the process that holds it is doing, for the log.
     """
     with path.open("w") as file:
         try:
-            try:
+            try:  # the system drops the lock when a process ends, however it ends: no stale locks to clean up
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 log.info("%s: another process %s; waiting", path.parent, waiting_for)
@@ -210,5 +214,5 @@ def lock(path: Path, *, waiting_for: str) -> Iterator[None]:
 
 
 def made_by_an_earlier_version(digest: Any) -> bool:
-    """Whether a stored digest is of the kind that looked at parts of the files only (up to version 0.1)."""
+    """Whether a stored digest is of the kind that looked at only parts of the files (up to version 0.1)."""
     return isinstance(digest, str) and not digest.startswith(f"{DIGEST}_")

@@ -40,12 +40,12 @@ class LoadReport:
     Attributes:
         source: where from, in words.
         naming: how the file's names were read, in words.
-        loaded: names that were filled, ties that share a filled tensor not counted.
+        loaded: number of names filled, without ties that share a filled tensor.
         bytes_read: bytes of tensor data this rank asked the files for.
-        casts: ``"float32 -> bfloat16"`` to how many tensors were converted so.
+        casts: ``"float32 -> bfloat16"`` to the number of tensors cast that way.
         ties: names the file lacks, to the loaded name of the same tensor.
-        missing: allowed names that the file lacks; their tensors are as they were.
-        dropped: names of the file that were left out (by the key map, or because the module recomputes them).
+        missing: allowed names that the file lacks; their tensors are unchanged.
+        dropped: names in the file that were left out (by the key map, or because the module recomputes them).
         source_dtypes: element types in the file by the module's names, the most common one as ``*``. Hand it to
             `CheckpointManager.save` as ``sub_models.<name>.source_dtypes``, so that an export restores them.
         seconds: wall time.
@@ -94,8 +94,8 @@ def load_weights(
         source: what `resolve_source` returned, or a path.
         key_map: from the file's names to the module's, used where the file's names need it.
         allow_missing: names or ``*`` patterns that the file may lack; those of ``source`` are added.
-        prefix: only look at the file's names that start so, without it. By default known prefixes are tried.
-        broadcast_from_rank0: rank 0 alone reads and sends to the others (all ranks have to call); default: as the
+        prefix: take only the file's names that start with it, and strip it. By default, known prefixes are tried.
+        broadcast_from_rank0: rank 0 alone reads, and sends to the others (all ranks have to call); by default as the
             source says.
 
     Raises:
@@ -110,6 +110,7 @@ def load_weights(
     targets = _targets(module)
     wanted = _wanted(module, targets, (*allow_missing, *source.allow_missing))
     broadcast = source.broadcast_from_rank0 if broadcast_from_rank0 is None else broadcast_from_rank0
+    # Without broadcast, each process is alone as far as this goes: it opens, checks and reads without a collective.
     ranks = Ranks.current() if broadcast else Ranks()
     opened: list[TensorSource] = []
 
@@ -121,7 +122,7 @@ def load_weights(
         return made
 
     try:
-        agreed = ranks.together(plan)[0]
+        agreed = ranks.together(plan)[0]  # an error of rank 0 is raised on all, none of which has filled anything
         assert agreed is not None
         if ranks.size > 1:
             _fill_by_broadcast(opened[0] if opened else None, agreed, targets, ranks)
@@ -139,7 +140,7 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a file's names are read: what every rank needs to know of it."""
+    """How a file's names are read: what every rank needs to know about it."""
 
     naming: str
     dropped: tuple[str, ...]
@@ -173,7 +174,7 @@ def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every persistent parameter and buffer by name, tied ones under each of their names."""
     import torch
 
-    state = module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)  # the tensors themselves: `_wanted` tells ties by identity
     targets = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     on_meta = [name for name, value in targets.items() if value.is_meta]
     if on_meta:
@@ -204,7 +205,7 @@ def _wanted(module: nn.Module, targets: Mapping[str, torch.Tensor], allow_missin
 
 
 def _check_casts(infos: Mapping[str, TensorInfo], targets: Mapping[str, torch.Tensor], origin: Path) -> None:
-    for name, info in infos.items():
+    for name, info in infos.items():  # before anything is filled: a failure later would leave the module half loaded
         wanted = from_torch(targets[name].dtype)
         if kind(info.dtype) != kind(wanted):
             raise WeightMismatchError(f"{origin}: {name} is {info.dtype}, which can't be cast to the module's {wanted}")
@@ -212,6 +213,7 @@ def _check_casts(infos: Mapping[str, TensorInfo], targets: Mapping[str, torch.Te
 
 def _distinct(source: TensorSource, wanted: Wanted) -> tuple[str, ...]:
     """One name per tensor; two names of a tied tensor must hold the same values."""
+    # Filling both names of a tie would read twice, and the last one read would win silently.
     names: list[str] = []
     done: dict[tuple[str, ...], str] = {}
     for name in source.tensors:
@@ -224,7 +226,7 @@ def _distinct(source: TensorSource, wanted: Wanted) -> tuple[str, ...]:
 
 
 def _equal(source: TensorSource, first: str, second: str) -> bool:
-    """Whether two stored tensors hold the same bytes; read only where they don't share their storage."""
+    """Whether two stored tensors hold the same bytes; they are read only if they don't share their storage."""
     one, two = source.tensors[first], source.tensors[second]
     if one.storage is not None and one.storage == two.storage:
         return True
@@ -268,7 +270,8 @@ def _fill_by_broadcast(
 ) -> None:
     """Rank 0 reads whole tensors piece by piece; every rank keeps what belongs to its shard.
 
-    The last byte of every message says whether the read succeeded, so that no rank waits for bytes that won't come.
+    The last byte of every message says whether the read failed, so that no rank waits for bytes that won't come. Whole
+    tensors go out, not shards: one broadcast serves all ranks, whatever the mesh, and memory is bounded by a piece.
     """
     import torch
     import torch.distributed as dist
@@ -278,7 +281,7 @@ def _fill_by_broadcast(
         stored = to_torch(info.dtype)
         for box in Box.full(info.shape).pieces(PIECE_BYTES // stored.itemsize):
             length = box.numel * stored.itemsize
-            message = torch.zeros(length + 1, dtype=torch.uint8)
+            message = torch.zeros(length + 1, dtype=torch.uint8)  # as bytes: gloo doesn't know every element type
             piece = message[:length].view(stored).reshape(box.sizes)
             failure: CheckpointError | None = None
             if source is not None:
@@ -289,6 +292,7 @@ def _fill_by_broadcast(
             dist.broadcast(message, src=0, group=ranks.group)
             if message[length]:
                 raise failure or CheckpointError(f"rank 0 could not read {name}; its own message says why")
+            # Every rank receives every piece, but casts only what it keeps.
             common = box.intersect(part.box) if box.sizes else box
             if common is not None and part.tensor.numel():
                 target = part.tensor[common.relative_to(part.box.offsets).slices]

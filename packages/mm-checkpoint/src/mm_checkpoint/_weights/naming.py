@@ -1,4 +1,4 @@
-"""Which of the names a file may use are the ones it does use: its own, a prefix's, a key map's."""
+"""Which names a file uses: the module's own, those under a prefix, or a key map's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mm_checkpoint._tensors.source import TensorInfo, TensorSource
 from mm_checkpoint.errors import KeyMapError, WeightMismatchError, nearest, sample
 from mm_checkpoint.key_map import KeyMap
 
-# Single-file packs put the model under one of these. Nothing else is stripped by itself: a prefix that nobody declared
-# is an error, not a guess.
+# Single-file packs put the model under one of these. Nothing else is stripped automatically: a prefix that nobody
+# declared is an error, not a guess.
 PACK_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 _STATE_SECTION = "model."
 
@@ -74,11 +74,11 @@ def choose_reading(
 ) -> Reading:
     """The first way of reading ``source`` that covers exactly what is wanted, shapes included.
 
-    Names are tried as they are and through ``key_map`` (the other way round where ``form`` is ``diffusers``), each also
-    under the prefixes that such a file may have.
+    Names are tried as they are, then through ``key_map`` (in the opposite order if ``form`` is ``diffusers``), each
+    also under the prefixes that such a file may have.
 
     Raises:
-        WeightMismatchError: no way fits; counts, names and nearest matches are those of the way that comes closest.
+        WeightMismatchError: no way fits; counts, names and nearest matches are those of the closest way.
         WeightMismatchError: several prefixes fit (a run with two equal sub-models): ``prefix`` has to say which.
         KeyMapError: the map isn't one-to-one on these names.
     """
@@ -105,7 +105,7 @@ def choose_reading(
 def _candidates(
     source: TensorSource, *, form: str, key_map: KeyMap | None, prefix: str | None
 ) -> Iterator[tuple[TensorSource, KeyMap | None, Naming]]:
-    """The tensors under a prefix, the map to read their names with, and what to call the two."""
+    """The tensors under a prefix, the map to read their names with, and a name for the two."""
     maps: list[KeyMap | None] = [None] if key_map is None else [None, key_map]
     if form == "diffusers":
         maps.reverse()

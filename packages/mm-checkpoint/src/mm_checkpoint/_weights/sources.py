@@ -1,4 +1,4 @@
-"""From a folder or file that somebody names to the tensors in it: sniffing, precedence, indexes, variants."""
+"""From a folder or file to the tensors in it: sniffing, precedence, indexes, variants."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class WeightSource:
 
 
 def resolve_source(config: WeightSourceConfig) -> WeightSource | None:
-    """Settle which weights a configuration means; None when it names none. Reads names and json only.
+    """Settle which weights a configuration means; None if it names none. Reads only names and json.
 
     Raises:
         SourceError: the path doesn't exist, holds no weights, several variants, or not the declared format; or
@@ -96,7 +96,7 @@ def _convertible(config: WeightSourceConfig) -> WeightSource:
     else:
         origin, cache = config.from_pretrained, config.checkpoint_path
     if origin is None and cache is not None and Path(cache).exists():
-        origin, cache = cache, None  # only checkpoint_path is named, and it is no DCP folder
+        origin, cache = cache, None  # only checkpoint_path is named, and it isn't a DCP folder
     if origin is None:
         raise SourceError(f"checkpoint_path: {config.checkpoint_path} doesn't exist, and no from_pretrained to fill it")
     source = find_source(Path(origin), "auto")
@@ -115,7 +115,7 @@ def _with_options(source: WeightSource, config: WeightSourceConfig) -> WeightSou
 
 
 def sniff_format(path: str | Path) -> str:
-    """``dcp``, ``diffusers`` or ``hf``, by what lies there.
+    """``dcp``, ``diffusers`` or ``hf``, by what is there.
 
     Raises:
         SourceError: nothing is there, or nothing of a known form.
@@ -148,7 +148,7 @@ def find_source(path: Path, declared: str = "auto", *, variant: str | None = Non
 
     Args:
         path: a folder, or one ``.safetensors`` / ``.pth`` / ``.pt`` / ``.bin`` file, or an index json.
-        declared: its format, if that is known; ``auto`` sniffs.
+        declared: its format, if known; ``auto`` sniffs.
         variant: which of several sets of files (``fp16`` for ``model.fp16.safetensors``); the plain one by default.
 
     Raises:
@@ -197,7 +197,7 @@ def _weight_files(
 
 
 def _choose(folder: Path, files: list[Path], variant: str | None) -> Path | None:
-    """One of several candidates: the asked variant, else the one without, else the only one."""
+    """One of several candidates: the variant asked for, else the one without a variant, else the only one."""
     if variant is not None:
         files = [f for f in files if _variant_of(f.name) == variant]
     elif len(files) > 1:
@@ -211,7 +211,7 @@ def _choose(folder: Path, files: list[Path], variant: str | None) -> Path | None
 
 
 def is_weight_index(name: str) -> bool:
-    """Whether a file of this name says which tensor lies in which shard."""
+    """Whether a file of this name says which tensor is in which shard."""
     return _INDEX.fullmatch(name) is not None
 
 
@@ -248,7 +248,7 @@ def _is_conversion(folder: Path) -> bool:
 
 
 def _nearest_folder(path: Path) -> str:
-    """Where a path stops existing, which is what a person needs to see of a wrong one."""
+    """Where a path stops existing, which is what a person needs to know about a wrong one."""
     parent = path
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent

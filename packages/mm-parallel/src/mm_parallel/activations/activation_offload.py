@@ -2,11 +2,11 @@
 
 [Note: Offload] While a module's forward runs, every tensor that autograd saves is copied to the host, and the graph
 keeps the copy. Parameters and views of them stay: under FSDP2 they are freed anyway. Copies are made of stretches of
-storage, not of tensors: views and transposes that share memory share one copy, as do saves by several modules of one
-tensor, for as long as it isn't written to. On an accelerator copies run on a stream of their own, from and to pinned
+storage, not of tensors: views and transposes that share memory share one copy, as do several modules that save one
+tensor, as long as it isn't written to. On an accelerator, copies run on a stream of their own, from and to pinned
 memory: at most ``window`` modules' tensors are on their way out (the forward then waits for the oldest), and when the
-backward reaches a module, those of the ``window`` modules before it are fetched ahead. Nothing is kept beyond the
-graph that needs it, so a forward without a backward leaves nothing behind.
+backward reaches a module, those of the ``window`` modules before it are fetched ahead. Nothing outlives the graph that
+needs it: a forward without a backward leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _Key = tuple[StorageWeakRef, int, int, int]
 
 
 class ActivationOffload:
-    """What the modules of one model share: known copies, and what is under way."""
+    """What the modules of one model share: known copies, and what is on its way out."""
 
     def __init__(self, plan: ActivationOffloadPlan) -> None:
         self._plan = plan
+        # Weak references: only the graph keeps a copy alive, so a copy goes with its graph.
         self._copies: weakref.WeakValueDictionary[_Key, _HostCopy] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[_Group] | None = None
         self._leaving: deque[_Departure] = deque()
@@ -43,7 +44,7 @@ class ActivationOffload:
         """``forward``, with what it saves for its backward in host memory."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # autograd saves nothing
                 return forward(*args, **kwargs)
             group = _Group(self._latest, self._plan.window, self._leaving)
             with saved_tensors_hooks(lambda tensor: self._pack(tensor, group), _unpack):
@@ -57,6 +58,7 @@ class ActivationOffload:
         if not self._goes_to_host(tensor):
             return tensor
         start, stop = _stretch(tensor)
+        # The version tells apart what the same memory held before and after a write in place.
         key = (StorageWeakRef(tensor.untyped_storage()), tensor._version, start, stop)
         copy = self._copies.get(key)
         if copy is None:
@@ -68,7 +70,7 @@ class ActivationOffload:
     def _goes_to_host(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
-        if tensor.device.type == "cpu" and accelerator() is not None:
+        if tensor.device.type == "cpu" and accelerator() is not None:  # it is on the host already
             return False
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
@@ -117,7 +119,7 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _SideStream:
-    """The stream that copies of one device run on; on a CPU all of it does nothing."""
+    """The stream on which one device's copies run; on a CPU all of this does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.module = torch.get_device_module(device.type)
@@ -130,12 +132,12 @@ class _SideStream:
         return cls(device)
 
     def after_current(self) -> AbstractContextManager[Any]:
-        """What is issued inside runs on this stream, after everything that the current one was given so far."""
+        """What is issued inside runs on this stream, after everything issued to the current one so far."""
         self.stream.wait_stream(self.module.current_stream())
         return self.module.stream(self.stream)
 
     def record(self) -> Any:
-        """An event after everything that this stream was given so far."""
+        """An event after everything issued to this stream so far."""
         event = self.module.Event()
         event.record(self.stream)
         return event
@@ -148,6 +150,7 @@ class _HostCopy:
         self._device = tensor.device
         self._streams = _SideStream.of(tensor.device)
         self._is_async = tensor.device.type != "cpu"  # without an accelerator, device and host are the same memory
+        # As bytes: one copy serves views of any dtype and shape.
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         source.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
         self._host = torch.empty(stop - start, dtype=torch.uint8, pin_memory=self._is_async)
@@ -188,7 +191,7 @@ class _Group:
 
     def add(self, copy: _HostCopy, source: torch.Tensor) -> None:
         self._copies.append(weakref.ref(copy))
-        self._sources.append(source.detach())
+        self._sources.append(source.detach())  # held until the copy is done, or its memory could be overwritten
 
     def departure(self) -> _Departure | None:
         """What must stay on the device until the copies are done; None if there are none."""
@@ -199,14 +202,14 @@ class _Group:
         return _Departure(sources, streams, streams.record())
 
     def fetch_ahead(self) -> None:
-        """Begin the return of the modules that ran before this one; the backward comes to them next."""
+        """Begin the return of this module's copies and of those that ran before it, which the backward needs next."""
         if self._fetched_ahead:
             return
         self._fetched_ahead = True
-        while self._leaving:
+        while self._leaving:  # the forward is over, and would not release these any more
             self._leaving.popleft().wait()
         group: _Group | None = self
-        for _ in range(self._window + 1):
+        for _ in range(self._window + 1):  # bounded: what is fetched ahead takes up device memory
             if group is None:
                 return
             for reference in reversed(group._copies):

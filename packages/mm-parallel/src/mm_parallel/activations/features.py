@@ -16,7 +16,7 @@ from mm_parallel.config import ActivationOffloadPlan, CompilePlan, FeaturesConfi
 from mm_parallel.errors import FieldError, below
 from mm_parallel.patterns import match_callable_modules
 
-# Matrix products and attention: dear to compute, and small next to what surrounds them.
+# Matrix products and attention: expensive to compute, and small compared with what surrounds them.
 DEFAULT_KEEP_OPS = (
     "aten.mm",
     "aten.addmm",
@@ -36,7 +36,7 @@ def apply_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
 
     Args:
         model: patterns are matched against its ``named_modules()``; see [Note: Forward layers] for the order.
-        features: what is switched off or names no modules does nothing, but patterns are checked all the same.
+        features: what is switched off or names no modules has no effect, but its patterns are checked all the same.
 
     Returns:
         For each of ``compile``, ``recompute`` and ``offload`` that is on: pattern → names of the modules.
@@ -74,7 +74,7 @@ def check_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
             _refuse_nested(list(_unique_modules(model, found)), what=what)
         if is_on:
             matches[feature] = found
-    _kept_ops(features.recompute_plan)
+    _kept_ops(features.recompute_plan)  # for its errors
     return matches
 
 
@@ -101,7 +101,7 @@ def _chosen(modules: list[nn.Module], plan: RecomputePlan) -> list[nn.Module]:
 def _recomputed(forward: Forward, *, keep: set[Any] | None) -> Forward:
     """``forward``, run again in the backward instead of keeping what it saved.
 
-    Never the reentrant form: where no input of a module requires a gradient, that one drops those of its parameters.
+    Never the reentrant form: if no input of a module requires a gradient, it drops those of the parameters.
     """
     if keep is None:
         return partial(checkpoint, forward, use_reentrant=False)
@@ -114,7 +114,7 @@ def _recomputed(forward: Forward, *, keep: set[Any] | None) -> Forward:
 
 
 def _kept_ops(plan: RecomputePlan) -> set[Any] | None:
-    """The operators whose outputs are kept; None where the policy keeps nothing."""
+    """The operators whose outputs are kept; None if the policy keeps nothing."""
     if plan.policy != "ops":
         return None
     ops: set[Any] = set()

@@ -1,10 +1,10 @@
-"""Functions around a module's forward, in one fixed order whatever order they are added in.
+"""Functions around a module's forward, in one fixed order, whatever order they are added in.
 
 [Note: Forward layers] From the inside out: compile → cast → recompute → offload. Compiling anything but the inner
-forward compiles nothing, silently; tensors that are offloaded inside a recomputed region would switch the
-recomputation off, silently; a cast outside it would be missing when the forward runs again in the backward. FSDP2's
-own hooks run in ``__call__`` and so stay outside all of them. The forward is replaced on the instance, and no
-wrapper module is put in between: parameter names stay as they are.
+forward silently compiles nothing; offloading tensors inside a recomputed region would silently switch the
+recomputation off; a cast outside it would be missing when the forward runs again in the backward. FSDP2's own hooks
+run in ``__call__`` and therefore stay outside all of them. The forward is replaced on the instance, without a wrapper
+module in between: parameter names stay as they are.
 """
 
 from __future__ import annotations

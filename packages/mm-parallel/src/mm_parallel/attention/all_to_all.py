@@ -12,8 +12,8 @@ from einops import rearrange
 def swap_heads_and_tokens(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Exchange among the n ranks of ``group``: (B, X, n × Y, D) on each → (B, Y, n × X, D), for several tensors.
 
-    With X = local tokens and n × Y = all heads, it yields this rank's heads of all tokens; applied once more, it is
-    its own inverse, and so its own adjoint. The exchanges of all tensors are under way together.
+    With X = local tokens and n × Y = all heads, it yields this rank's heads of all tokens. It is its own inverse, and
+    therefore its own adjoint. The exchanges of all tensors are in flight together.
     """
     return _Swap.apply(group, *tensors)
 
@@ -31,7 +31,7 @@ class _Swap(torch.autograd.Function):
 
 def _swap(group: dist.ProcessGroup, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     n = group.size()
-    # Slice i along n goes to rank i, and already lies as its receiver wants it.
+    # Slice i along n goes to rank i, and is already laid out as its receiver wants it.
     sent = [rearrange(x, "b x (n y) d -> n b y x d", n=n).contiguous() for x in tensors]
     received = [torch.empty_like(x) for x in sent]
     works = [dist.all_to_all_single(r, s, group=group, async_op=True) for r, s in zip(received, sent, strict=True)]

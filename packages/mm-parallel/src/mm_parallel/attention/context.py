@@ -53,11 +53,11 @@ class ContextParallel:
         return cls(kernel=kernel)
 
     def shard(self, length: int, *, causal: bool = False) -> SequenceShard:
-        """The cut of a sequence of ``length`` tokens.
+        """How a sequence of ``length`` tokens is cut.
 
         Args:
             length: of the whole sequence; any.
-            causal: whether its self-attention is; this settles the order of the cut too.
+            causal: whether its self-attention is causal, which also settles the order of the cut.
         """
         return SequenceShard(self, length, causal=causal)
 
@@ -68,7 +68,7 @@ class SequenceShard:
     Args:
         context: the ranks.
         length: tokens of the whole sequence.
-        causal: whether self-attention is.
+        causal: whether self-attention is causal.
     """
 
     def __init__(self, context: ContextParallel, length: int, *, causal: bool = False) -> None:
@@ -150,6 +150,7 @@ class SequenceShard:
         if self._context.ulysses is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return self._attend(q, k, v, scale).transpose(1, 2)
+        # Heads are independent of each other, so a rank can attend for some of them alone, over all tokens.
         q, k, v = swap_heads_and_tokens(self._context.ulysses, q, k, v)
         (out,) = swap_heads_and_tokens(self._context.ulysses, self._attend(q, k, v, scale))
         return out
@@ -173,11 +174,11 @@ class SequenceShard:
         )
 
     def _take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        # A rank with nothing but padding takes no tokens of x, but still has x in its graph: its peers wait for
-        # the gradients of what made x.
+        # A rank with nothing but padding takes no tokens of x, but keeps x in its graph: its peers wait for it when
+        # the gradients of what made x are reduced.
         pieces = [x.narrow(dim, run.global_start, run.length) for run in self._runs] or [x.narrow(dim, 0, 0)]
         padding = self.local_length - sum(run.length for run in self._runs)
-        if padding:
+        if padding:  # collectives need the same shape on every rank
             shape = list(x.shape)
             shape[dim] = padding
             pieces.append(x.new_zeros(shape))
@@ -215,4 +216,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # No reduction: every rank has the same gradient of the same loss. For the factor see [Note: Adjoints].
         return ctx.shard._take(grad, ctx.dim) * ctx.shard._context.size, None, None

@@ -1,10 +1,10 @@
-"""Attention of some queries on some keys, with what is needed to merge it with attention on other keys.
+"""Attention of some queries to some keys, with what it takes to merge it with attention to other keys.
 
 Every kernel computes, for q (B, H, S, D) and k, v (B, H, T, D):
 
 - ``forward`` → out (B, H, S, D) and lse (B, H, S), the log of the sum of the exponentiated scores of each query, in
   fp32 (fp64 for fp64 inputs);
-- ``backward`` → dq, dk, dv, given any out and lse: those of the merged attention on all keys give this block's share
+- ``backward`` → dq, dk, dv, given any out and lse: those of the merged attention to all keys give this block's share
   of the gradients.
 
 ``causal`` means that query i sees keys 0..i, and needs S = T.
@@ -53,7 +53,7 @@ def choose_kernel(name: str, q: torch.Tensor) -> AttentionKernel:
         ValueError: an unknown name, or one that can't run on this device or dtype.
     """
     device_type, dtype = q.device.type, q.dtype
-    half = dtype in (torch.bfloat16, torch.float16)
+    half = dtype in (torch.bfloat16, torch.float16)  # all that the fused kernels of CUDA and NPU take
     if name not in ATTENTION_KERNELS:
         raise ValueError(f"attention_kernel: expected one of {', '.join(ATTENTION_KERNELS)}, got {name!r}")
     if name == "auto":
@@ -187,7 +187,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
 def _math_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)  # blocks are merged by their lse, for which bf16 is too coarse
     scores = _scores(q.to(wide), k.to(wide), causal, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ v.to(wide)
@@ -208,6 +208,7 @@ def _math_backward(
     dout, q, k, v, out = (t.to(wide) for t in (dout, q, k, v, out))
     probabilities = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
     dprobabilities = dout @ v.transpose(-1, -2)
+    # The row sum of dout · out runs over all keys, not only this block's: hence the merged out.
     dscores = probabilities * (dprobabilities - (dout * out).sum(-1, keepdim=True)) * scale
     gradients = dscores @ k, dscores.transpose(-1, -2) @ q, probabilities.transpose(-1, -2) @ dout
     dq, dk, dv = (g.to(dtype) for g in gradients)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Consecutive tokens: ``global_start, global_start + 1, …`` lie at ``local_start, local_start + 1, …``."""
+    """Consecutive tokens: ``global_start, global_start + 1, …`` are at ``local_start, local_start + 1, …``."""
 
     rank: int
     global_start: int
@@ -49,7 +49,7 @@ class SequenceLayout:
 
     @cached_property
     def padded(self) -> int:
-        """The least length that every cut divides."""
+        """The smallest length that every cut divides."""
         unit = self.ring * math.lcm(2, self.ulysses) if self.zigzag else self.size
         return -(-self.length // unit) * unit
 
@@ -64,7 +64,7 @@ class SequenceLayout:
         return self.padded // self.size
 
     def valid_in_chunk(self, chunk: int) -> int:
-        """Tokens of a plain chunk that are no padding; they come first in it."""
+        """Tokens of a plain chunk that aren't padding; they come first."""
         return min(max(self.length - chunk * self.chunk, 0), self.chunk)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Attention over a sequence whose chunks lie on a ring of ranks: keys and values travel, queries stay.
+"""Attention over a sequence whose chunks are spread over a ring of ranks: keys and values travel, queries stay.
 
 [Note: Ring] With n ranks, keys and values make n - 1 hops in the forward and n - 1 in the backward. Their gradients
 make n - 1 hops too, not n: the sum for a chunk starts on the rank after its home, so the home's own share, computed
-first and kept there, is added when the sum arrives. A hop is under way while the chunk at hand is computed.
+first and kept there, is added when the sum arrives. A hop is in flight while the chunk at hand is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from mm_parallel.attention.kernels import AttentionKernel
 from mm_parallel.attention.layout import SequenceLayout
 
-_KV_TAG, _GRADIENT_TAG = 0, 1
+_KV_TAG, _GRADIENT_TAG = 0, 1  # both kinds of message are in flight between the same two ranks at once
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def ring_attention(
     scale: float,
     kernel: AttentionKernel,
 ) -> torch.Tensor:
-    """Attention of this rank's chunk of queries on all keys.
+    """Attention of this rank's chunk of queries to all keys.
 
     Args:
         q, k, v: (B, H, chunk, D), this rank's chunk in the order of ``layout``.
@@ -76,13 +76,13 @@ class _Ring:
         self.kernel = kernel
 
     def block(self, step: int) -> _Block | None:
-        """What to compute when the chunk from ``step`` ranks back visits; None where it holds only padding."""
+        """What to compute when the chunk from ``step`` ranks back visits; None if it holds only padding."""
         source, rows = (self.rank - step) % self.size, slice(0, self.layout.chunk)
         if not self.causal:
             valid = self.layout.valid_in_chunk(source)
             return _Block(rows, valid, causal=False) if valid else None
-        # Padding comes last, so no real query sees it under a causal mask. For the rest see `sequence_layout`: of the
-        # two runs in each chunk, an earlier rank's first and a later rank's both lie before our later run.
+        # Padding comes last, so no real query sees it under a causal mask. For the rest see `SequenceLayout`: of the
+        # two runs in each chunk, an earlier rank's first and both of a later rank's come before our later run.
         if step == 0:
             return _Block(rows, self.layout.chunk, causal=True)
         half = self.layout.chunk // 2
@@ -91,7 +91,8 @@ class _Ring:
         return _Block(slice(half, self.layout.chunk), self.layout.chunk, causal=False)
 
     def pass_on(self, tensor: torch.Tensor, tag: int) -> _Hop:
-        """Send to the next rank what the previous one sends us; both are under way when this returns."""
+        """Send ``tensor`` to the next rank and receive the previous one's; both are in flight when this returns."""
+        # One batch: on NCCL, sends around a ring whose receives are issued after them can wait for each other.
         received = torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -105,7 +106,7 @@ class _Ring:
 
 @dataclass
 class _Hop:
-    """A message under way; holds on to what is sent until it has been."""
+    """A message in flight; holds on to what is sent until it has been."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -135,9 +136,10 @@ class _RingAttention(torch.autograd.Function):
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, ring: _Ring) -> tuple[torch.Tensor, torch.Tensor]:
     """→ out in q's dtype, lse in fp32 or fp64."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)  # otherwise every merge would round to bf16
     merged: tuple[torch.Tensor, torch.Tensor] | None = None
     for step in range(ring.size):
+        # Sent on before the block is computed, so that the transfer overlaps it.
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None
         block = ring.block(step)
         if block is not None:
@@ -157,6 +159,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, ring: _Ring) -> tuple[torch.Tenso
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, out_block: torch.Tensor, lse_block: torch.Tensor) -> None:
     """Make ``out`` and ``lse`` those of both sets of keys, in place."""
+    # By sigmoids of the difference: exponentials of the two themselves could overflow.
     out.lerp_(out_block, torch.sigmoid(lse_block - lse).unsqueeze(-1))
     lse.copy_(lse_block - F.logsigmoid(lse_block - lse))
 
@@ -166,7 +169,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ dq and the gradient of this rank's keys and values, both fp32 or fp64; see [Note: Ring]."""
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    own = torch.zeros_like(kv, dtype=lse.dtype)
+    own = torch.zeros_like(kv, dtype=lse.dtype)  # sums over ranks, in fp32: bf16 would round at every hop
     gradient_hop = None
     for step in range(ring.size):
         hop = ring.pass_on(kv, _KV_TAG) if step < ring.size - 1 else None

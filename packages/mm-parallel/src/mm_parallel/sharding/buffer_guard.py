@@ -32,7 +32,7 @@ class _Guard:
 
     def remember(self, module: nn.Module, _args: Any) -> None:
         self._versions = _versions(module)
-        if module.training and not self._compared_values:
+        if module.training and not self._compared_values:  # once: a copy of all buffers per step would be expensive
             self._values = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def compare(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -50,4 +50,5 @@ class _Guard:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    # The identity as well: a forward may put another tensor in the buffer's place, whose version starts anew.
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}

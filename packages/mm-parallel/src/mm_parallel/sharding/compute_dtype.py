@@ -1,8 +1,8 @@
 """FSDP2's dtype policy without FSDP2: fp32 parameters, a forward in another dtype.
 
-One rank shards nothing, and FSDP2's hooks would cost it time; but the same plan must compute the same numbers. So
-each unit's forward runs with casts in place of its parameters, and what their gradients accumulate to is added to
-the parameters' own, in the parameters' dtype.
+One rank shards nothing, and FSDP2's hooks would only cost it time; but the same plan must compute the same numbers.
+Each unit's forward therefore runs with casts in place of its parameters, and the gradients accumulated in the casts
+are added to the parameters' own, in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def cast_parameters_in_forward(module: nn.Module, slots: Iterable[Slot], dtype: 
 
     Args:
         module: the unit.
-        slots: (module, attribute) of every parameter to cast; those that have ``dtype`` already, or that are no
-            floating-point numbers, stay.
+        slots: (module, attribute) of every parameter to cast; those that already have ``dtype``, or aren't
+            floating-point, stay as they are.
         dtype: of the forward.
     """
     add_layer(module, Layer.CAST, partial(_with_casts, slots=tuple(slots), dtype=dtype))
@@ -58,7 +58,7 @@ def _casts_in_place(slots: tuple[Slot, ...], dtype: torch.dtype) -> Iterator[Non
         master = module._parameters[name]
         if master is None or not master.is_floating_point() or master.dtype == dtype:
             continue
-        if master not in casts:
+        if master not in casts:  # one cast for all names of a tied parameter, where their gradients add up
             casts[master] = _cast(master, dtype)
         masters.append((module, name, master))
         module._parameters[name] = casts[master]
@@ -70,7 +70,7 @@ def _casts_in_place(slots: tuple[Slot, ...], dtype: torch.dtype) -> Iterator[Non
 
 
 def _cast(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    # A leaf, as FSDP2's gathered parameters are: activation offload can tell it from an activation.
+    # A leaf parameter, like FSDP2's gathered ones, so that activation offload can tell it from an activation.
     cast = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
     if master.requires_grad:
         cast.register_post_accumulate_grad_hook(_hand_gradient_to(master))
@@ -82,7 +82,7 @@ def _hand_gradient_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
         gradient = cast.grad
         if gradient is None:
             return
-        cast.grad = None
+        cast.grad = None  # or a second backward through it would hand it over again
         if master.grad is None:
             master.grad = gradient.to(master.dtype)
         else:

@@ -33,7 +33,7 @@ def parallelize(
     """Shard ``model`` in place; call on every rank, after freezing and ``apply_features``, before ``materialize``.
 
     Each sub-model is a root: what no pattern names is one unit at the root. ``reshard_after_forward`` is always
-    passed explicitly, and as True to the root of a frozen sub-model, which would stay gathered otherwise. Inputs are
+    passed explicitly, and as True to the root of a frozen sub-model, which would otherwise stay gathered. Inputs are
     never cast: a model casts for itself, inside the forward of the unit that owns the weight.
 
     On a single rank nothing is sharded: forwards run in the plan's dtype by other means, and the report says so.
@@ -46,7 +46,7 @@ def parallelize(
             None makes ``model`` the only root.
 
     Returns:
-        Who was wrapped; print it.
+        What was wrapped; print it.
 
     Raises:
         PatternError: a pattern that matches nothing.
@@ -70,7 +70,7 @@ def parallelize(
 def _apply(sub_model: SubModel, mesh: ParallelMesh, plan: FSDPPlan, notes: list[str]) -> SubModelReport:
     name = sub_model.name
     reshard, offload = plan.reshard_for(name), plan.offload_for(name)
-    if mesh.sizes.world == 1 and not offload:
+    if mesh.sizes.world == 1 and not offload:  # offload is FSDP2's own work, with one rank too
         _cast_in_forward(sub_model, plan)
         return SubModelReport(name, "one rank: not sharded, FSDP2 bypassed", reshard, offload)
     if offload:
@@ -78,7 +78,7 @@ def _apply(sub_model: SubModel, mesh: ParallelMesh, plan: FSDPPlan, notes: list[
     device_mesh = mesh.fsdp(sub_model.plan.shard_size)
     replicas = device_mesh.size() // device_mesh["shard"].size() if device_mesh.ndim == 2 else 1
     _shard(sub_model, plan, mesh=device_mesh, reshard=reshard, offload=offload)
-    if replicas > 1 and sub_model.trainable:
+    if replicas > 1 and sub_model.trainable:  # FSDP2 keeps replicas' parameters equal, but not their buffers
         forbid_changing_buffers(sub_model.module, name)
     forward = _set_prefetch(sub_model, plan.num_to_forward_prefetch, backward=False)
     backward = _set_prefetch(sub_model, plan.num_to_backward_prefetch, backward=True)
@@ -94,25 +94,29 @@ def _shard(sub_model: SubModel, plan: FSDPPlan, *, mesh: DeviceMesh, reshard: bo
     offload_policy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=accelerator() is not None)
-    for unit in reversed(sub_model.units):  # inner before outer
+    for unit in reversed(sub_model.units):  # inner before outer: a unit takes the parameters that none inside it has
         is_root = unit.module is sub_model.module
         fully_shard(
             unit.module,
             mesh=mesh,
+            # A root that isn't resharded after its forward waits for its backward, and a frozen one has none.
             reshard_after_forward=True if is_root and not sub_model.trainable else reshard,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=_DTYPES[plan.param_dtype],
                 reduce_dtype=_DTYPES[plan.reduce_dtype],
                 output_dtype=_DTYPES[plan.output_dtype] if is_root else None,
+                # FSDP2 would cast every floating-point input, at every unit: in bf16 a timestep of 731 becomes 732.
                 cast_forward_inputs=False,
             ),
             offload_policy=offload_policy,
+            # Ignored modules' parameters, and ties that an outer unit owns: FSDP2 would take both.
             ignored_params=set(unit.module.parameters()) - set(unit.parameters.values()),
         )
 
 
 def _set_prefetch(sub_model: SubModel, count: int, *, backward: bool) -> dict[str, list[str]]:
     """Tell each unit which ones to gather ahead: the next ``count`` of its sub-model, never of another."""
+    # FSDP2 sets up a root in its first forward; gathered this way before that, another root's units would raise.
     ahead = {}
     for index, unit in enumerate(sub_model.units):
         targets = [sub_model.units[i] for i in _next_units(index, len(sub_model.units), count, backward)]
@@ -158,7 +162,7 @@ def _slots(module: nn.Module, unit_modules: set[nn.Module]) -> Iterator[Slot]:
 
 
 def _check_cpu_backend(name: str) -> None:
-    """Gradients of offloaded parameters are CPU tensors, so their norm is reduced by a CPU backend."""
+    """Gradients of offloaded parameters are CPU tensors; reducing their norm takes a CPU backend."""
     backends = dist.get_backend_config()
     if "cpu:" not in backends:
         raise PlanError(

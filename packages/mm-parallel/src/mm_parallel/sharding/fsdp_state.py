@@ -1,4 +1,4 @@
-"""What this package reads of FSDP2's own state: the only place that touches names torch keeps to itself."""
+"""What this package reads of FSDP2's internal state: the only place that touches FSDP2's private names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fsdp_roots(module: nn.Module) -> list[FSDPModule]:
 
 
 def has_run(root: FSDPModule) -> bool:
-    """Whether a forward (which is when FSDP2 learns who is root) has happened."""
+    """Whether a forward has happened, which is when FSDP2 learns which unit is the root."""
     return root._get_fsdp_state()._is_root is not None
 
 

@@ -29,6 +29,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float | None) -
     Raises:
         NotImplementedError: a gradient that is neither sharded nor replicated.
     """
+    # Local shards, by layout: one all-reduce for each group of gradients instead of one for each gradient.
     groups: dict[_Layout, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -53,6 +54,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(layout: _Layout, gradients: list[torch.Tensor]) -> torch.Tensor:
+    # In fp32 at least: a sum of many small squares would stop growing in bf16.
     norms = torch._foreach_norm([g if g.dtype == torch.float64 else g.float() for g in gradients])
     total = torch.stack(list(norms)).square().sum()
     if layout is None:
@@ -60,7 +62,7 @@ def _sum_of_squares(layout: _Layout, gradients: list[torch.Tensor]) -> torch.Ten
     mesh, placements = layout
     total = total.to(mesh.device_type)  # gradients of offloaded parameters are on the CPU
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard):  # replicas hold the same elements, which must count once
             dist.all_reduce(total, group=mesh.get_group(axis))
         elif not isinstance(placement, Replicate):
             raise NotImplementedError(f"expected gradients that are sharded or replicated, got {placement}")

@@ -21,7 +21,7 @@ def set_gradient_sync(module: nn.Module, *, is_last: bool, reduce_every_micro_st
 
     Args:
         module: a sub-model, or what holds several of them.
-        is_last: of the micro-batches that use this module before ``optimizer.step``.
+        is_last: whether it is the last micro-batch to use this module before ``optimizer.step``.
         reduce_every_micro_step: see above.
     """
     set_is_last_backward(module, is_last)
@@ -38,7 +38,7 @@ def set_is_last_backward(module: nn.Module, is_last: bool) -> None:
 
 def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
     """Whether the next backward reduces gradients, within shards and across replicas."""
-    for root in fsdp_roots(module):
+    for root in fsdp_roots(module):  # a root passes it on to the units inside it
         root.set_requires_gradient_sync(required)
 
 
@@ -49,10 +49,10 @@ def set_requires_all_reduce(module: nn.Module, required: bool) -> None:
 
 
 def reset_frozen(module: nn.Module) -> None:
-    """Let a sub-model without gradients forget its iteration, after its forward; no-op before its first one.
+    """Let a sub-model without gradients forget its iteration, after its forward; a no-op before the first one.
 
-    No backward ever does that for it: FSDP2's record of its forwards would grow by one entry a step, and what is
-    still gathered would stay.
+    No backward ever does that for it: FSDP2's record of its forwards would grow with every step, and what is still
+    gathered would stay.
 
     Raises:
         ValueError: it has trainable parameters; accumulated gradients would be lost.
@@ -61,18 +61,18 @@ def reset_frozen(module: nn.Module) -> None:
     if trainable:
         raise ValueError(f"reset_frozen: expected a frozen module, but {trainable[0]} is trainable")
     for root in fsdp_roots(module):
-        if has_run(root):
+        if has_run(root):  # until its first forward, a root has no iteration to forget
             root.reset_iter_state()
 
 
 def prefetch(module: nn.Module) -> None:
     """Start gathering what ``module``'s forward needs first: its root and its first inner unit.
 
-    For a pipeline that calls one sub-model after another: the next one's gather runs under the current one's compute.
-    Idempotent, works before the first forward, and the forward that follows gathers these units no second time.
-    Issue it only where that forward comes before the next ``optimizer.step``: what is gathered before a step is stale
-    after it, without a word.
+    For a pipeline that calls one sub-model after another: the next one's gather overlaps the current one's compute.
+    Idempotent; works before the first forward, and the forward that follows doesn't gather these units again. Issue it
+    only if that forward comes before the next ``optimizer.step``: what is gathered before a step is silently stale
+    after it.
     """
     for root in fsdp_roots(module):
         for unit in fsdp_modules(cast(nn.Module, root))[:2]:
-            unit.unshard(async_op=True)
+            unit.unshard(async_op=True)  # unlike FSDP2's own prefetch, this works on a root that hasn't run yet

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-BLOCK = 2**20
+BLOCK = 2**20  # part of what the numbers are drawn from: another size gives other weights for the same seed
 
 _Fill = Callable[[torch.Tensor, torch.Generator], object]
 
@@ -18,8 +18,8 @@ class KeyedInitializer:
     """Fills plain or sharded parameters with numbers drawn from (seed, key, block of 2**20 flat elements).
 
     A rank draws only the blocks that its shard touches. (``normal_`` has no prefix property: the first half of a draw
-    of n differs from a draw of n/2, so without blocks every rank would have to draw every tensor whole.) Numbers are
-    drawn in fp32 on the CPU and rounded to the parameter's dtype, so they are equal on every device.
+    of n differs from a draw of n/2. Without blocks, every rank would have to draw every tensor whole.) Numbers are
+    drawn in fp32 on the CPU and rounded to the parameter's dtype, which makes them equal on every device.
 
     Args:
         seed: of the run.

@@ -21,16 +21,17 @@ from mm_parallel.sharding.fsdp_state import offloaded_parameters
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Modules built inside hold their parameters on meta and their buffers for real; ties survive.
+    """Modules built inside have their parameters on meta and real buffers; ties survive.
 
     (``torch.device("meta")`` would put the buffers on meta too, and lose what the constructor computed.) Patches
-    ``nn.Module.register_parameter`` for its duration, in this process.
+    ``nn.Module.register_parameter`` while it is active, in this process.
     """
     original = nn.Module.register_parameter
     on_meta = WeakIdKeyDictionary()
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            # The same parameter registered twice is a tie: both names get the same meta tensor.
             if param not in on_meta:
                 on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             param = on_meta[param]
@@ -47,7 +48,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
     """Give every meta tensor of ``module`` memory on ``device``, and move the real plain ones there.
 
     Values of former meta tensors are undefined until they are loaded or initialised; real tensors keep theirs.
-    Sharded parameters get one shard's worth, on the CPU where their unit offloads to it. Ties survive. Call after
+    Sharded parameters get one shard's worth, on the CPU if their unit is offloaded. Ties survive. Call after
     ``parallelize``.
 
     Args:
@@ -55,7 +56,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
         device: where to.
     """
     device = torch.device(device)
-    moved: dict[int, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}  # by identity: a tied tensor stays one tensor
     for submodule in module.modules():
         for tensors in (submodule._parameters, submodule._buffers):
             for name, tensor in tensors.items():
@@ -70,7 +71,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
             return tensor
         return torch.empty_like(tensor, device="cpu" if id(tensor) in offloaded else device)
 
-    # FSDP must learn about its parameters' new storage, which its own `_apply` sees to.
+    # FSDP2 must learn about its parameters' new storage; its own `_apply` takes care of that.
     module._apply(with_memory)
 
 
@@ -82,5 +83,5 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return there
     parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
+    parameter.__dict__.update(tensor.__dict__)  # attributes that others have set on it
     return parameter

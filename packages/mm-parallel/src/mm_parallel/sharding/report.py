@@ -27,8 +27,8 @@ class SubModelReport:
     """One root.
 
     Args:
-        name: of the sub-model; "" where the model is the only root.
-        layout: how its parameters lie on the ranks.
+        name: of the sub-model; "" if the model is the only root.
+        layout: how its parameters are laid out over the ranks.
         reshard_after_forward: of its units.
         cpu_offload: whether parameters live in host memory.
         forward_prefetch: unit → units it gathers ahead in the forward.
@@ -53,7 +53,7 @@ class ParallelReport:
         sub_models: the roots.
         units: of all roots.
         plain: module → parameters that every rank holds whole, outside the plan's dtypes.
-        notes: what the plan's author may not expect.
+        notes: what may surprise the plan's author.
     """
 
     matches: dict[str, list[str]]
@@ -75,7 +75,7 @@ class ParallelReport:
         return "\n".join(lines)
 
     def _unit_lines(self, sub_model: str) -> list[str]:
-        """One line for each kind of unit: those whose names differ in a number only, with equal counts."""
+        """One line for each kind of unit: those whose names differ only in a number, with equal counts."""
         kinds: dict[tuple[str, int, int], int] = {}
         for unit in self.units:
             if unit.sub_model == sub_model:

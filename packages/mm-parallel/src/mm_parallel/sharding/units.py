@@ -1,4 +1,4 @@
-"""From a plan's patterns to FSDP2 units: who is wrapped, who owns which parameter. Needs no process group."""
+"""From a plan's patterns to FSDP2 units: what is wrapped, which owns which parameter. Needs no process group."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResolvedPlan:
         matches: pattern of ``apply_modules`` → names.
         ignored: pattern of ``ignored_modules`` → names.
         sub_models: roots that are not ignored.
-        notes: what the plan's author may not expect.
+        notes: what may surprise the plan's author.
     """
 
     matches: dict[str, list[str]]
@@ -108,7 +108,7 @@ def resolve_plan(model: nn.Module, plan: FSDPPlan, sub_models: Mapping[str, nn.M
 
 
 class _Tree:
-    """The modules of one sub-model, with the units that each of them lies in, outermost first."""
+    """The modules of one sub-model, with the units around each of them, outermost first."""
 
     def __init__(self, name: str, root: nn.Module, wanted: Iterable[nn.Module], plain: Mapping[nn.Module, str]) -> None:
         self._prefix = f"{name}." if name else ""
@@ -118,15 +118,16 @@ class _Tree:
         self._unit_modules = {root} | (set(root.modules()) & set(wanted))
 
     def merge_shared_modules(self) -> list[str]:
-        """Dissolve units until every parameter has a unit that is open wherever the parameter is used.
+        """Dissolve units until every parameter has a unit that is gathered wherever the parameter is used.
 
         A parameter that several units use (a tie) belongs to the innermost unit around all of its uses. FSDP2 lets
-        that unit take it if one of the uses lies directly in it; otherwise one of the inner units has to go.
+        that unit take it if one of the uses is directly in it; otherwise one of the inner units has to go.
 
         Returns:
             A note for each unit that was dissolved.
         """
         notes = []
+        # One at a time: every unit that goes changes which unit is the innermost around other ties.
         while (found := self._first_unreachable_tie()) is not None:
             parameter, owner, inner = found
             self._unit_modules -= set(inner)
@@ -200,7 +201,7 @@ def _check_names(model: nn.Module, roots: Mapping[str, nn.Module], plan: FSDPPla
             raise PlanError("", f"sub-model {name!r} is not the model's own attribute of that name")
         for other, inner in roots.items():
             if inner is not root and any(m is inner for m in root.modules()):
-                raise PlanError("", f"sub-model {other!r} lies inside sub-model {name!r}; both can't be roots")
+                raise PlanError("", f"sub-model {other!r} is inside sub-model {name!r}; both can't be roots")
     plan.check_sub_plans({name: _is_trained(root) for name, root in roots.items() if name})
 
 
@@ -226,7 +227,7 @@ def _check_all_inside_roots(
 
 
 def _check_unit(unit: Unit) -> None:
-    dtypes: dict[object, str] = {}
+    dtypes: dict[object, str] = {}  # a unit's gradients are reduced in one buffer, which has one dtype
     for name, parameter in unit.parameters.items():
         if parameter.ndim == 0:
             raise PlanError(name, "a parameter without dimensions can't be sharded; give it the shape (1,)")
@@ -251,6 +252,7 @@ def _check_ownership(model: nn.Module, sub_models: Iterable[SubModel]) -> None:
                         "", f"{name} is tied to {owner[parameter]}, in another sub-model: roots can't share"
                     )
                 owner[parameter] = name
+    # FSDP2 reduces only what its units own: outside them, every rank would train a copy of its own, silently.
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in owner:
             raise PlanError(
