@@ -1,6 +1,6 @@
 """One training step of a 36 M-parameter DiT: ours, diffusers', and the floor of the bare matrix products.
 
-    python step_time.py [--rounds 7] [--compiled]    time: median of interleaved rounds, maybe with compiled blocks too
+    python step_time.py [--rounds 7] [--compiled]    time: median of interleaved rounds; --compiled adds compiled blocks
     python step_time.py --memory                     peak memory above the import base, each in a process of its own
 
 Forward and backward, fp32, one sample, 512 text positions, equal weights and inputs. The floor makes the same matrix

@@ -100,6 +100,7 @@ class WanPipeline(FlowMatching[Wan22Options]):
 
     @torch.no_grad()
     def prepare_conditions(self, components: Components, context: StepContext, batch: Batch) -> Conditions:
+        # Each prefetch gathers the next sub-model's weights while the current one computes.
         context.prefetch(components["text_encoder"])
         conditions = self.encode_video(component(components, "ae", WanVideoVAE), batch)
         context.prefetch(components[self.predictor_role])
@@ -198,7 +199,7 @@ class CleanFirstFramePipeline(WanPipeline):
         self, components: Components, context: StepContext, conditions: Conditions, batch: Batch
     ) -> NoisedInputs:
         inputs = super().noising(components, context, conditions, batch)
-        clean = conditions["latents"].float()
+        clean = conditions["latents"].float()  # noised latents stay float32 up to the model's input
         frames = clean.shape[2]
         if frames < 2:
             raise ValueError("task ti2v needs clips of more than one latent frame: the first one is given")

@@ -28,6 +28,7 @@ def sinusoid(timestep: Tensor, dim: int) -> Tensor:
     Returns:
         (*timestep.shape, dim) float32.
     """
+    # float64 as in the reference. Timesteps must arrive in float32: bfloat16 merges most of the 1000 grid points.
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float64, device=timestep.device) / half
     angle = timestep.double()[..., None] * torch.pow(10000.0, -exponent)
@@ -167,6 +168,7 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = torch.rsqrt(length.square() / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, rstd)
+        # The reference casts first; weighting in float32 would round differently in bfloat16.
         return (wide * rstd).to(x.dtype).mul_(weight)
 
     @staticmethod

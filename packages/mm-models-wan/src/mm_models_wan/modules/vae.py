@@ -102,7 +102,7 @@ class WanVideoVAE(BaseModel[VAEOptions]):
         """(C, f, h, w) of the latents of a (…, 3, F, H, W) clip.
 
         Raises:
-            ValueError: F isn't stride·k + 1 (the VAE would drop the frames beyond without a word), or H or W is no
+            ValueError: F isn't stride·k + 1 (the VAE would silently drop the extra frames), or H or W isn't a
                 multiple of the spatial stride.
         """
         frames, height, width = video_shape[-3:]

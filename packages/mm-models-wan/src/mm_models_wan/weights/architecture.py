@@ -150,7 +150,7 @@ def infer_architecture(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """The ``config.json`` of a single file that came without one, from the shapes of its tensors.
 
     Args:
-        shapes: tensor name, in the original release's names, maybe under a pack's prefix → shape.
+        shapes: tensor name as in the original release, with or without a pack's prefix, → shape.
 
     Raises:
         ValueError: these are no weights of a Wan transformer, or its heads aren't the released models' 128 wide.
