@@ -25,9 +25,6 @@ from mm_checkpoint.key_map import KeyMap, get_key_map
 
 if TYPE_CHECKING:
     import torch
-
-if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 log = logging.getLogger(__name__)
