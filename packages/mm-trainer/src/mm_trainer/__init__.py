@@ -1,4 +1,4 @@
-"""A training engine for generative models made of heterogeneous sub-models. It knows no model.
+"""A training engine for generative models made of heterogeneous sub-models. It has no knowledge of any model.
 
 What plugins use is in `mm_trainer.contracts`, `mm_trainer.pipelines`, `mm_trainer.randomness` and
 `mm_trainer.registry`. Importing this package imports no torch.

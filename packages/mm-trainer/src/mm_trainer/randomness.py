@@ -3,7 +3,7 @@
 [Note: sample-keyed randomness]
 Noise, timestep, caption dropout and augmentation of a sample depend on the sample's position in the global data order
 and on nothing else: not on the rank, the batch it landed in, the worker that read it, or what was drawn before. Peers
-of a context-parallel group so agree without communication, and a resumed run redraws what the unbroken one drew.
+of a context-parallel group therefore agree without communication, and a resumed run redraws what the unbroken one drew.
 Draws are made on the CPU, so that they are the same on every device.
 """
 

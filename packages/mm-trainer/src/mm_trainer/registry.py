@@ -159,7 +159,7 @@ def load_optimizer_factory(name: str) -> OptimizerFactory:
 
 
 def import_plugin(module: str) -> None:
-    """Import a module of ``training.plugin``, so that its decorators run. It may lie in the current folder, whether the
+    """Import a module of ``training.plugin``, so that its decorators run. It may be in the current folder, whether the
     interpreter was started as ``python -m`` or by a script.
 
     Raises:

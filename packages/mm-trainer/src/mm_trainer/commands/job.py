@@ -72,7 +72,7 @@ def run_job(job: Job, plan: LaunchPlan | None) -> int:
     from mm_trainer.commands.prepare import prepare
     from mm_trainer.config import load_config
 
-    loaded = load_config(job.config, job.overrides)  # before torch, so that a wrong key is answered at once
+    loaded = load_config(job.config, job.overrides)  # before torch, so that a wrong key is reported at once
     rank = RankEnvironment.read()
     supervised = rank is not None and rank.supervised
     if job.on_load is not None and not supervised:

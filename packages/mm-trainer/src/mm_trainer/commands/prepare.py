@@ -42,7 +42,7 @@ class Prepared:
     Args:
         config: resolved; paths among the plugins' keys are absolute.
         bound: with the classes it names.
-        structure: the model on meta, which a run takes over; None where its shapes aren't known, or where nobody asked.
+        structure: the model on meta, which a run takes over; None where its shapes aren't known, or when nobody asked.
         notes: what isn't here and would stop a start.
     """
 

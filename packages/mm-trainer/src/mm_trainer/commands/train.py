@@ -129,7 +129,7 @@ def make_engine(prepared: Prepared, mesh: ParallelMesh, *, dry_run: bool = False
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the run's weights come from, as far as that is a run of before.
+    """Where the run's weights come from, if they come from an earlier run.
 
     Args:
         manager: of this run's checkpoints.
@@ -227,7 +227,7 @@ def _report_resume(path: Path, progress: Progress, checkpoints: CheckpointIO, *,
 
 
 def _describe_run(folder: Path, resolved_text: str) -> None:
-    """The resolved configuration and the environment, beside the checkpoints; on one rank."""
+    """The resolved configuration and the environment, next to the checkpoints; on one rank."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "config.resolved.yaml").write_text(resolved_text, encoding="utf-8")
     (folder / "logs" / "environment.yaml").write_text(yaml.safe_dump(environment_report()), encoding="utf-8")

@@ -64,7 +64,7 @@ class BoundConfig:
         specs: sub-model name → what its class is built from.
         task: ``model.task``.
         datasets: of ``data.dataset_param``, one or a mix.
-        val_datasets: of ``data.val_dataset_param``, maybe none.
+        val_datasets: of ``data.val_dataset_param``; may be empty.
         notes: what is missing here and would stop a start.
         without_source: sub-models whose weights are named but not there.
     """

@@ -39,7 +39,7 @@ def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
 
 
 def _suspects(config: TrainerConfig) -> Iterator[ConfigError]:
-    """Keys that only a plugin can judge, but that look like ours misspelt: maybe why a rule is broken."""
+    """Keys that only a plugin can judge, but that look like ours misspelt: perhaps why a rule is broken."""
     for name, sub in config.model.sub_models.items():
         for key in sub.extras:
             close = nearest(key, type(sub).model_fields, cutoff=0.8)
@@ -49,7 +49,7 @@ def _suspects(config: TrainerConfig) -> Iterator[ConfigError]:
 
 
 def smallest_world_size(config: TrainerConfig) -> int:
-    """The fewest ranks that the sizes and the batch of ``config`` are made for; to check it where no number is said."""
+    """The fewest ranks that the sizes and the batch of ``config`` are made for; for checks when no number is given."""
     parallel, training = config.parallel, config.training
     context = parallel.ulysses_parallel_size * parallel.ring_attention_size
     if parallel.data_parallel_size is not None:

@@ -1,4 +1,4 @@
-"""Who decides which sub-models a step trains, in a container that doesn't train all of them by every step."""
+"""Who decides which sub-models a step trains, in a container that doesn't train all of them in every step."""
 
 from __future__ import annotations
 

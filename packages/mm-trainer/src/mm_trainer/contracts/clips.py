@@ -46,7 +46,7 @@ class ClipProcessor(Protocol):
         ...
 
     def group(self, counts: Mapping[str, int]) -> Hashable:
-        """What samples of one micro-batch must have alike beside their size.
+        """What samples of one micro-batch must have in common besides their size.
 
         Args:
             counts: for each of `columns`, how many paths the sample's row has there.

@@ -88,7 +88,7 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
         self._step_context = context
 
     def input_spec(self) -> InputSpec:
-        """What the components, chained, ask of a clip; override it where two of them stand beside each other."""
+        """What the components, chained, ask of a clip; override it where two of them work side by side."""
         return InputSpec.merge(component.input_spec() for component in self.get_sub_models().values())
 
     @classmethod
@@ -107,7 +107,7 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
     def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
         """Folder of each checkpointed component in an exported pipeline, no two of them the same.
 
-        By default the folder that it came from, if that stands in a pipeline (beside a ``model_index.json``), else the
+        By default the folder that it came from, if that stands in a pipeline (next to a ``model_index.json``), else the
         component's own name.
         """
         folders = {name: _pipeline_folder(specs[name]) or name for name in self.checkpoint_submodels}

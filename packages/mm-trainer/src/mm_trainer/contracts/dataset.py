@@ -39,7 +39,7 @@ class MapDataset(Protocol):
 
         Images and clips are best left as bytes: in a batch, uint8 tensors of at least four dims, the last two height
         and width (so in a sample, of at least three), reach the model as float32 in [−1, 1]; see [Note: pixels] in
-        `mm_trainer.data.pixels`. All other tensors reach it as they are.
+        `mm_trainer.data.batch`. All other tensors reach it as they are.
 
         Args:
             index: which sample.

@@ -74,7 +74,7 @@ class OptimizerFactory(Protocol):
     """The keys of ``training.optimizer_options``."""
 
     def check(self, request: OptimizerRequest) -> None:
-        """Refuse what can't be trained this way; parameters may lie on meta.
+        """Refuse what can't be trained this way; parameters may be on meta.
 
         Raises:
             mm_trainer.errors.ConfigError: with the key that is at fault.

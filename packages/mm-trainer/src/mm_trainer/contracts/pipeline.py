@@ -107,7 +107,7 @@ register_dataclass(ModelOutput)
 class GenerativePipeline(ABC, TakesOptions[OptionsT]):
     """Owns data flow, not components: a plain object that the container delegates its forward to.
 
-    Every stage is handed the components and a `StepContext`; a pipeline knows no container. Components are called
+    Every stage is handed the components and a `StepContext`; a pipeline has no knowledge of its container. Components are called
     through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn from
     ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
     """
@@ -118,7 +118,7 @@ class GenerativePipeline(ABC, TakesOptions[OptionsT]):
     @classmethod
     @abstractmethod
     def build(cls, *, options: OptionsT, components: Components, task: str | None, seed: int) -> Self:
-        """Make the pipeline for built components (maybe on meta: read their attributes, not their values).
+        """Make the pipeline for built components (possibly on meta: read their attributes, not their values).
 
         Args:
             options: the container's options, as validated.

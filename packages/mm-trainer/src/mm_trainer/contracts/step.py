@@ -30,7 +30,7 @@ class StepContext:
         """Start gathering what ``model`` needs first, to be called before the sub-model that runs ahead of it.
 
         Does nothing unless the configuration asks for it. A trained model is gathered only inside the forward that uses
-        it: gathered before an optimizer step, its weights would be stale after it, without a word.
+        it: gathered before an optimizer step, its weights would silently be stale after it.
         """
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if self.cross_submodel_prefetch and (self.inside_forward or not trained):

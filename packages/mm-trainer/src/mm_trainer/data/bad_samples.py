@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 OnBadSample = Literal["replace", "error"]
 FEW = 4
-"""Bad samples of one rank that say nothing of a share yet, unless the whole data set is small."""
+"""Bad samples of one rank that say nothing about the share yet, unless the whole data set is small."""
 MOST_IN_A_ROW = 32
 """So many replacements may turn out bad, too, before the sample is given up."""
 
@@ -96,7 +96,7 @@ class BadSampleLog:
 
     Args:
         size: samples in the data set, the ones found bad at opening included.
-        data_size: number of data ranks; each comes by its own part of the samples in an epoch.
+        data_size: number of data ranks; each reads its own part of the samples in an epoch.
         known: how many were found bad at opening.
         on_bad_sample: ``error`` stops at the first.
         max_fraction: share of bad samples that is still tolerated, see `share`.
@@ -121,7 +121,7 @@ class BadSampleLog:
 
     @property
     def share(self) -> float:
-        """Of all samples those found bad at opening, and of what this rank comes by (at first its part of an epoch,
+        """Of all samples those found bad at opening, and of what this rank reads (at first its part of an epoch,
         later what it has read) those found since. A part so small that a few bad samples would exceed what is
         tolerated, whatever the true share, is judged as if it were larger."""
         least = math.ceil(FEW / self.max_fraction) if self.max_fraction else 1

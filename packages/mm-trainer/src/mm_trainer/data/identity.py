@@ -23,7 +23,7 @@ class Fingerprinted(Protocol):
 
 
 def sample_fingerprint(dataset: MapDataset, index: int) -> str:
-    """A sample's own fingerprint, or its number where the data set knows none."""
+    """A sample's own fingerprint, or its number if the data set has none."""
     return dataset.fingerprint(index) if isinstance(dataset, Fingerprinted) else f"sample-{index}"
 
 

@@ -1,4 +1,4 @@
-"""`BatchLoader`: this rank's micro-batches, for ever, from any position; `fixed_batches` for validation."""
+"""`BatchLoader`: this rank's micro-batches, endlessly, from any position; `fixed_batches` for validation."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ class BatchLoader:
         )
         for loaded in loader:
             batch = self.bad.check(loaded)
+            # Before the yield: a checkpoint taken while the batch is in use must count it.
             self._yielded += 1
             yield batch
 
@@ -192,21 +193,22 @@ def fixed_batches(
     Args:
         dataset: the samples, used in their own order.
         quantiles: fixed quantiles of the noise level, each in [0, 1].
-        micro_batch_size: samples per batch; smaller buckets are filled up.
+        micro_batch_size: samples per batch; smaller buckets are padded.
         data_rank: this rank's place among the data ranks.
         data_size: number of data ranks.
-        max_samples: use the first so many only.
+        max_samples: use only this many, from the start.
         workers: reading ahead.
 
     Yields:
-        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 beside ``sample_key``; the weight is
-        1, or 0 where a sample only fills up. Every data rank yields the same number of batches.
+        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 alongside ``sample_key``; the weight is
+        1, or 0 where a sample is only padding. Every data rank yields the same number of batches.
 
     Raises:
         DataError: a sample can't be read: a validation set is small and its loss must mean the same every time.
     """
     table = sample_table(dataset, max_samples)
     places = _fixed_places(table, len(quantiles), micro_batch_size, data_size)
+    # Every rank gets equally many: validation runs collectives in every batch.
     mine = places[data_rank::data_size]
     reader = SampleReader(dataset, table, seed=0, replace=False)
     log = BadSampleLog(size=len(table), data_size=data_size, known=0, on_bad_sample="error", max_fraction=0.0)
@@ -231,6 +233,7 @@ def _fixed_places(
     for members in by_bucket.values():
         for start in range(0, len(members), micro_batch_size):
             batch = members[start : start + micro_batch_size]
+            # Weight 0: it keeps the batch full without counting in the loss.
             filler = (batch[0][0], batch[0][1], 0.0)
             batches.append(batch + [filler] * (micro_batch_size - len(batch)))
     surplus = [[(index, key, 0.0) for index, key, _ in batches[0]]] * (-len(batches) % data_size)

@@ -18,7 +18,7 @@ class MixedDataset:
     Without weights, an epoch goes ``repeats`` times through each data set. With
     weights, the shares of the epoch's samples are in their ratio, and the epoch is as long as it takes for no data set
     to be cut: the one that is largest for its weight goes through ``repeats`` times, the others more often (the last
-    time maybe in part, from its start).
+    time perhaps only in part, from its start).
 
     Buckets of two data sets are one if they are equal and the samples have the same entries: data sets of one mix must
     yield the same entries.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_agreement(samples: SampleTable, device: torch.device) -> None:
-    """Refuse to start if ranks see different data: they would make different numbers of steps and wait for ever.
+    """Refuse to start if ranks see different data: they would take different numbers of steps and wait forever.
 
     Raises:
         DataError: with both numbers of samples; on all ranks.
@@ -31,6 +31,7 @@ def check_agreement(samples: SampleTable, device: torch.device) -> None:
     if not dist.is_initialized():
         return
     mine = torch.tensor([len(samples), samples.digest], dtype=torch.int64, device=device)
+    # Both bounds on every rank, so that all of them raise; a rank that went on would hang in the next collective.
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -59,6 +60,7 @@ def open_datasets(bindings: Sequence[DatasetBinding], bound: BoundConfig, spec: 
 
 def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed: int) -> MapDataset:
     params = dict(binding.params)
+    # Keys of the framework: the factory validates its own only.
     params.pop("dataset_type")
     params.pop("tokenizer")
     context = DatasetContext(input_spec=spec, tokenizer=build_tokenizer(binding, bound), seed=seed)

@@ -82,12 +82,13 @@ class EpochOrder:
         The step's micro-batches are sorted by cost and dealt row by row, so that what the ranks run at the same time
         costs about the same; rows go back and forth, so that no rank always gets the larger one.
         """
+        # Stable, so that equal costs fall in the same order on every rank.
         rows = np.argsort(-self.cost[step], kind="stable").reshape(-1, data_size)
         rows[1::2] = rows[1::2, ::-1]
         return rows[:, data_rank]
 
     def imbalance(self, data_size: int) -> float:
-        """Share of the epoch's time that ranks wait for one another, if time goes with tokens.
+        """Share of the epoch's time that ranks wait for one another, if time is proportional to tokens.
 
         Ranks meet in every micro-batch, so the largest one of each round counts: Σ largest / Σ mean − 1.
         """
@@ -132,6 +133,7 @@ class DataOrder:
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         if not self.shuffle:
             return np.arange(len(self.samples), dtype=np.int64)
+        # Counter-based and keyed: any epoch's order can be made without those before it.
         return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch]))).permutation(
             len(self.samples)
         )
@@ -142,6 +144,7 @@ class DataOrder:
         by_bucket = np.argsort(bucket, kind="stable")  # places in the shuffled order, bucket by bucket
         members = np.split(by_bucket, np.cumsum(np.bincount(bucket))[:-1])
         wanted = [-(-len(places) // size) for places in members]
+        # All ranks need whole steps, so the epoch is filled up here rather than cut.
         wanted[int(bucket[-1])] += self.steps_per_epoch * self.group - sum(wanted)
         batches, first = [], []
         for places, count in zip(members, wanted, strict=True):

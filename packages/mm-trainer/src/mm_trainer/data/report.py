@@ -1,4 +1,4 @@
-"""What became of the rows of a data set: nothing is left out without a word."""
+"""What became of the rows of a data set: nothing is left out silently."""
 
 from __future__ import annotations
 

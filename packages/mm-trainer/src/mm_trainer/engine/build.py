@@ -1,4 +1,4 @@
-"""The hub: from a bound configuration to a built, sharded, loaded model.
+"""From a bound configuration to a built, sharded, loaded model.
 
 [Note: build order]
 plugins named by the config → typed config → names, patterns and tasks resolved on a meta build → process group and mesh
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model ready to train, whichever path it came by."""
+    """A model ready to train, however it was built."""
 
     model: BaseModel | ModelContainer
     """`ModelContainer`, or the single model: ``model(**batch).loss``."""
@@ -98,7 +98,7 @@ def build_model(
     """Build, shard, materialise and load, in the order of [Note: build order]; called on all ranks.
 
     Args:
-        structure: what `build_structure` made of ``bound``, to go on with: its sub-models become this model's.
+        structure: what `build_structure` made of ``bound``, to continue from: its sub-models become this model's.
         attention_kernel: local kernel of self-attention, see `mm_parallel.ContextParallel`.
         resuming: leave the checkpointed sub-models' weights to the checkpoint that is loaded next.
         unused: sub-models that this run never calls (encoders whose output is cached): they stay on meta, without
@@ -115,12 +115,14 @@ def build_model(
     built = _assemble(bound, components, seed)
     for model in components.values():
         model.set_context_parallel(mesh.context_parallel(kernel=attention_kernel))
+    # Before the wrap: recompute and offload replace forwards, which FSDP2's hooks must then surround.
     apply_features(built.model, features)
     if built.roots is None:
         plan = replace(plan, output_dtype=None)  # what the only root returns is the loss, which stays float32
     report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=built.roots)
     for name, model in components.items():
         if name not in unused and not bound.specs[name].skip_to_device:
+            # Only now, with the sharded layout in place: no rank allocates more than its shards.
             materialize(model, mesh.device)
     sources, loads = {}, {}
     for prefix, model in built.sub_models.items():
@@ -170,6 +172,7 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
         checkpointed=tuple(container.checkpoint_submodels),
         specs=bound.specs,
     )
+    # A sub-model that is trained but not checkpointed would silently lose its training on resume.
     lost = [name for name in built.trainable if name not in built.checkpointed]
     if lost:
         raise ConfigError(
@@ -198,13 +201,13 @@ def _build_pipeline(bound: BoundConfig, components: Mapping[str, BaseModel], see
 
 
 def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:
-    """What is trained will be exported: a name that has no place in a weight file is better known before the run."""
+    """What is trained will be exported: a name without a place in the weight file is better reported before the run."""
     if model.key_map is None:
         return
     uncovered = get_key_map(model.key_map).uncovered(model.weight_root().state_dict(), to="source")
     if uncovered:
         raise ConfigError(
-            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which so could "
+            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which could therefore "
             f"never be exported: {', '.join(sorted(uncovered)[:3])}{', …' if len(uncovered) > 3 else ''}",
             key=spec.key,
         )

@@ -1,4 +1,4 @@
-"""Between the engine's objects and `mm_checkpoint`: what a checkpoint holds, and how it is put back."""
+"""Between the engine's objects and `mm_checkpoint`: what a checkpoint holds, and how it is restored."""
 
 from __future__ import annotations
 
@@ -88,10 +88,12 @@ class CheckpointIO:
             stored = list(source.tensors)
         state: dict[str, Any] = {"model": self._built.model.state_dict(), "train": None}
         if with_optimizer:
+            # A fresh optimizer has no state tensors yet, and the load needs sharded tensors to fill.
             state["optimizer"] = self._allocate_optimizers(
                 [name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer.")]
             )
         averaged = any(name.startswith("ema.") for name in stored)
+        # The stored names decide what is asked for: a checkpoint without an average must still load.
         if self._ema is not None and averaged:
             state["ema"] = self._ema.state()
         plain = self._manager.load(path, state)
@@ -99,6 +101,7 @@ class CheckpointIO:
         for name, entry in read_manifest(path)["sub_models"].items():
             self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
         if self._ema is not None and not averaged:
+            # The average was taken when the engine was built, before these weights were loaded.
             self._ema.restart()
             log.info("the checkpoint holds no running average (training.ema): it starts from the weights")
         elif self._ema is None and averaged:
@@ -133,9 +136,10 @@ class CheckpointIO:
         self._put_back(state["model"], self._manager.load(path, state))
 
     def _put_back(self, model_state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
-        """Hand the model its state, which may be more or other than its parameters themselves."""
+        """Hand the model its state, which may hold more than its parameters, or something else."""
         self._built.model.load_state_dict({**model_state, **plain.get("model", {})})
         for name in self._built.checkpointed:
+            # Loading may have filled tied parameters or what tables are computed from.
             self._built.sub_models[name].post_load()
 
     def differences(self, path: Path) -> list[Difference]:
@@ -151,7 +155,7 @@ class CheckpointIO:
         self._manager.close()
 
     def _describe(self, name: str) -> dict[str, Any]:
-        """What `mm-checkpoint export` needs to know of a sub-model, so that it needs to know no model."""
+        """What `mm-checkpoint export` needs to know of a sub-model, so that it needs no knowledge of any model."""
         model, spec = self._built.sub_models[name], self._built.specs[name]
         container = self._built.model
         pipeline = container.pipeline if isinstance(container, ModelContainer) else None

@@ -23,8 +23,8 @@ class ConditionBatcher:
     """Sits between loader and engine, which doesn't know it exists.
 
     Takes ``every`` micro-batches, stacks those whose tensors have equal shapes, calls ``prepare`` once per stack, and
-    yields the micro-batches in their old order, each with its rows under ``"conditions"``. The encoders of a sharded
-    sub-model so gather their weights once for ``every`` micro-batches.
+    yields the micro-batches in their old order, each with its rows under ``"conditions"``. So the encoders of a sharded
+    sub-model gather their weights once for ``every`` micro-batches.
 
     Ranks whose micro-batches fall into fewer stacks than others' encode one of theirs again: sharded encoders are
     collective, so every rank has to call them equally often.
@@ -67,6 +67,7 @@ class ConditionBatcher:
         if self._group is None:
             encoded = self._encode(dict(enumerate(window)))
             return [encoded[slot] for slot in range(len(window))]
+        # Interleaved, so that a slot's number alone tells which rank encoded it.
         own = range(self._group.rank(), len(window), self._group.size())
         return _exchange(self._encode({slot: window[slot] for slot in own}), self._group)
 
@@ -76,6 +77,7 @@ class ConditionBatcher:
             stacks.setdefault(_signature(batch), []).append(slot)
         members = list(stacks.values())
         encoded: dict[int, Conditions] = {}
+        # Repeat the last stack until all ranks have called the encoders equally often; a sharded forward is collective.
         for slots_of_stack in members + members[-1:] * (_largest(len(members)) - len(members)):
             conditions = self._prepare(_stack([slots[slot] for slot in slots_of_stack]))
             rows = [len(slots[slot]["sample_key"]) for slot in slots_of_stack]
@@ -99,6 +101,7 @@ def _exchange(own: Mapping[int, Conditions], group: dist.ProcessGroup) -> list[C
     described = {slot: {name: (value.shape, value.dtype) for name, value in c.items()} for slot, c in own.items()}
     device = next(iter(next(iter(own.values())).values())).device
     everybody: list[Any] = [None] * group.size()
+    # Shapes first: the receiving side of a broadcast needs a tensor of the right shape and dtype.
     dist.all_gather_object(everybody, described, group=group)
     layout = {slot: tensors for part in everybody for slot, tensors in part.items()}
     exchanged: list[Conditions] = []

@@ -1,4 +1,4 @@
-"""`TrainEngine`: the loop. It knows no model.
+"""`TrainEngine`: the loop. It has no knowledge of any model.
 
 It assumes three things of what it trains, and nothing else:
 
@@ -59,8 +59,8 @@ class Services:
         profiles: recordings of a few steps.
         validation: makes the fixed validation batches anew at each call; None without a validation set.
         stepping: which sub-models a step trains.
-        timer: times the phases of a step; given where something inside the model's forward times its own. None: the
-            loop's own.
+        timer: times the phases of a step; given when something inside the model's forward times its own phases. None:
+            the loop makes one.
         ema: running average of the trained weights.
     """
 
@@ -80,7 +80,7 @@ class TrainEngine:
     """Runs optimizer steps, logs, validates and saves.
 
     Args:
-        model: any module of which the three assumptions hold.
+        model: any module that meets the three assumptions.
         frozen: its sub-models that have nothing to train.
         optimizers: one per trainable sub-model.
         mesh: the ranks.
@@ -89,7 +89,7 @@ class TrainEngine:
         batches: endless iterator over this rank's micro-batches.
         services: what surrounds the loop.
         progress: where the run stands; advanced in place.
-        last_step: where this process ends; default: where the schedule does.
+        last_step: last step of this process; default: the schedule's last.
         reduce_every_micro_step: see `mm_parallel.set_gradient_sync`.
     """
 
@@ -110,7 +110,7 @@ class TrainEngine:
     ) -> None:
         self.model, self._frozen = model, frozen
         self._sync = gradient_sync_of(model)
-        # Ahead of FSDP2's own hook, which finds no tensor in an object that it doesn't know.
+        # Ahead of FSDP2's own hook, which finds no tensor in an object of an unknown type.
         model.register_forward_hook(lambda module, args, output: ModelOutput.of(output), prepend=True)
         self.optimizers, self.mesh, self.config = optimizers, mesh, config
         self.learning_rate = learning_rate
@@ -122,15 +122,18 @@ class TrainEngine:
         self._accumulation = int(config.gradient_accumulation_steps)
 
     def train(self) -> None:
-        """Run to the last step, or to a stop request; the run is left validated (at its end) and saved."""
-        gc.disable()  # ranks that collect at different steps make all the others wait
+        """Run to the last step, or to a stop request. The run is saved, and validated if it reached its end."""
+        gc.disable()  # ranks that collect at different steps stall all the others
         try:
             with self.services.requests.installed():
                 self._run()
         finally:
             gc.enable()
+            # In `finally`, so that a recording survives a step that fails.
             self.services.profiles.close(self.progress.step)
         if self.services.checkpoints is not None:
+            # Only after a clean end: closing waits for the background save,
+            # which may never end once a rank has failed.
             self.services.checkpoints.close()
 
     def _run(self) -> None:
@@ -152,7 +155,7 @@ class TrainEngine:
         while self.progress.step < self.total_steps:
             step = self.progress.step + 1
             self.services.profiles.before(step)
-            # The first step makes what later ones find (FSDP2's buffers, optimizer state), the second is like them all.
+            # The first step allocates what later ones reuse (FSDP2's buffers, optimizer state); the second is typical.
             counted = window.traffic_counted() if step == first + 1 else nullcontext()
             with watchdog(self.config.step_timeout_s or 0), counted:
                 lr = self.train_step(window)
@@ -162,6 +165,7 @@ class TrainEngine:
             if step % self.config.log_interval == 0 or last or request.stop:
                 self.guard.check()
                 self._log(window, lr)
+            # By step count, so that all ranks collect in the same step.
             if step % self.config.gc_interval == 0:
                 gc.collect()
             if last or (self.config.val_interval and step % self.config.val_interval == 0):
@@ -184,7 +188,9 @@ class TrainEngine:
         self._coverage.check(trained, self.optimizers)
         with timer.phase("optimizer"):
             for frozen in self._frozen:
+                # Frozen units get no backward, in which FSDP2 would free what the forward gathered.
                 reset_frozen(frozen)
+            # Before clipping: gradients of a sub-model that this step doesn't update must not count in the norm.
             for name in self.optimizers.keys() - set(trained):
                 self.optimizers[name].drop_gradients()
             grad_norm = clip_grad_norm(self.model.parameters(), self.config.clip_grad or None)
@@ -206,8 +212,9 @@ class TrainEngine:
         with timer.phase("forward"):
             output: ModelOutput = self.model(**to_device(batch, self.mesh.device))
         with timer.phase("backward"):
-            # A loss that isn't finite may have finite gradients. Through them it reaches the norm, on every rank, which
-            # the guard and the optimizers go by; the host waits for nothing. 1 changes no bit of other losses.
+            # A loss that isn't finite may have finite gradients. Marking it with NaN carries it into
+            # the gradient norm on every rank, which the guard and the optimizers rely on, without a host sync.
+            # Multiplying by 1 changes no bit of the other losses.
             mark = torch.where(torch.isfinite(output.loss.detach()), 1.0, math.nan)
             (output.loss * mark / self._accumulation).backward()
         self.guard.micro_step(batch["sample_key"], None if output.per_sample is None else output.per_sample.loss)

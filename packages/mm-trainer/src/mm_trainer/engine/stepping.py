@@ -14,7 +14,7 @@ from mm_trainer.errors import TrainingFault
 class Stepping:
     """Asks the container's alternation, and makes sure that all ranks got the same answer.
 
-    Ranks that train different sub-models in one step mix shards of two models, and no collective complains. So where
+    Ranks that train different sub-models in one step mix shards of two models, and no collective complains. Where
     there is a choice, the answer is compared on the host (one small all-reduce a step, which waits for no device).
 
     Args:
@@ -41,9 +41,10 @@ class Stepping:
             return tuple(optimizers)
         chosen = tuple(self._alternation.begin(step))
         known = [name for name in chosen if name in optimizers]
-        # A choice that can't be made has a bit of its own, so that its rank says so only after the others compared.
+        # An invalid choice gets a bit of its own: its rank raises only after the comparison, so no other rank waits for it.
         bits = sum(1 << optimizers.index(name) for name in set(known)) + ((len(known) < len(chosen)) << len(optimizers))
         if dist.is_initialized():
+            # One MAX gives both bounds: the largest of -bits is minus the smallest of bits.
             bounds = torch.tensor([bits, -bits])
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
             if bounds[0] != -bounds[1]:

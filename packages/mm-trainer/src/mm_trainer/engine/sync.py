@@ -1,4 +1,4 @@
-"""Gradient synchronisation is the model's business: who brings its own is asked, all others get mm-parallel's."""
+"""Gradient synchronisation is the model's business: a model that brings its own is asked, others get mm-parallel's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requi
 
 @runtime_checkable
 class GradientSync(Protocol):
-    """What is said before each micro-batch's forward. See [Note: Accumulation] in `mm_parallel`."""
+    """What a model is told before each micro-batch's forward. See [Note: Accumulation] in `mm_parallel`."""
 
     def set_is_last_backward(self, value: bool) -> None:
         """Whether the next backward ends the step."""
@@ -42,6 +42,7 @@ def gradient_sync_of(model: nn.Module) -> GradientSync:
     if issubclass(kind, GradientSync) and isinstance(model, GradientSync):
         return _Own(kind, model)
     missing = [name for name in _METHODS if name not in dir(kind)]
+    # Falling back to mm-parallel's here would ignore the methods that the class does define.
     if len(missing) < len(_METHODS):
         raise TypeError(f"{kind.__qualname__} synchronises its gradients itself, but doesn't define {missing}")
     return _Default(model)
@@ -55,6 +56,7 @@ def announce(sync: GradientSync, *, is_last: bool, reduce_every_micro_step: bool
     """
     sync.set_is_last_backward(is_last)
     sync.set_requires_gradient_sync(is_last or reduce_every_micro_step)
+    # Reduced within the shards every time, across the replicas only once.
     if reduce_every_micro_step:
         sync.set_requires_all_reduce(is_last)
 

@@ -32,9 +32,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequested(BaseException):
-    """A signal came while no rank was running: there is nobody to hand it to, and none is to be started.
+    """A signal came while no rank was running: there is nobody to pass it on to, and none may be started.
 
-    Not an `Exception`: it may come up anywhere in torch's agent, and nothing there is to catch it.
+    Not an `Exception`: it may be raised anywhere in torch's agent, and nothing there should catch it.
     """
 
 
@@ -47,7 +47,7 @@ class _Phase(Enum):
 
 
 class RankAgent(LocalElasticAgent):
-    """Starts the ranks of one node, and knows which of them failed by themselves.
+    """Starts the ranks of one node, and knows which of them failed on their own.
 
     [Note: signals] Handlers run in the thread that the agent works in, between two of its steps. A signal that comes
     while ranks run is handed on at once; one that comes while they are being started is kept, and handed on as soon as
@@ -97,7 +97,7 @@ class RankAgent(LocalElasticAgent):
         """Hand a signal on, see [Note: signals]; to be called in the agent's own thread.
 
         Raises:
-            StopRequested: there are no ranks; raised once, since it would cut the way out short.
+            StopRequested: there are no ranks; raised once, since a second one would cut the cleanup short.
         """
         is_first, self._stopping = not self._stopping, True
         if self._phase is _Phase.RUNNING:
@@ -109,6 +109,7 @@ class RankAgent(LocalElasticAgent):
 
     def signal_ranks(self, number: signal.Signals) -> None:
         """Send a signal to every rank of this node that runs; none is started again after that."""
+        # Or the agent would take the ranks' end for a failure and start them again.
         self._remaining_restarts = 0
         for worker in self.get_worker_group().workers:
             if worker.id and _is_child(worker.id):  # the process id, once it is started
@@ -131,6 +132,7 @@ class RankAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Before the agent looks: once it sees one failure it kills the other ranks, which then look failed too.
         failed = {worker.id for worker in worker_group.workers if _has_failed(worker.id)}
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -179,6 +181,7 @@ def forward_signals(agent: RankAgent, grace_time_s: float) -> Iterator[None]:
         agent.request_stop(signal.SIGTERM)
         if not timers:
             timer = threading.Timer(grace_time_s + KILL_AFTER_GRACE_S, agent.signal_ranks, (signal.SIGKILL,))
+            # It must not keep this process alive after the ranks have ended.
             timer.daemon = True
             timer.start()
             timers.append(timer)
@@ -198,7 +201,7 @@ def _rendezvous(plan: LaunchPlan) -> RendezvousParameters:
     is_host = plan.rdzv_endpoint is None or hosts_endpoint(plan.rdzv_endpoint)
     return RendezvousParameters(
         backend="c10d",
-        endpoint=plan.rdzv_endpoint or "localhost:0",  # port 0: whichever is free
+        endpoint=plan.rdzv_endpoint or "localhost:0",  # port 0: any free one
         run_id=plan.rdzv_id or uuid.uuid4().hex,
         min_nodes=plan.nnodes,
         max_nodes=plan.nnodes,
@@ -209,7 +212,7 @@ def _rendezvous(plan: LaunchPlan) -> RendezvousParameters:
 def hosts_endpoint(endpoint: str) -> bool:
     """Whether the nodes' meeting point is to be served by this process.
 
-    torch would wait without end for an answer from a port that another program has taken; so that is found out first.
+    torch would wait forever for an answer from a port that another program has taken, so we check first.
 
     Args:
         endpoint: ``host:port``.
@@ -226,6 +229,7 @@ def hosts_endpoint(endpoint: str) -> bool:
         raise InputError(f"--rdzv-endpoint: the host {host!r} is not known: {error.strerror}") from error
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
+        # As servers do, or a port whose last connections linger in TIME_WAIT would look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -240,7 +244,7 @@ def hosts_endpoint(endpoint: str) -> bool:
 
 
 def _require_store(host: str, port: int) -> None:
-    """Refuse a port on which no agent answers; asked from a process of its own, since the call may never return."""
+    """Refuse a port on which no agent answers; asked from a separate process, since the call may never return."""
     ask = f"from torch.distributed import TCPStore; TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
     try:
         subprocess.run([sys.executable, "-c", ask], timeout=PROBE_S, check=True, capture_output=True)
@@ -275,5 +279,6 @@ def run_agent(
         print("mm-trainer: asked to stop while no rank was running; none is started", file=sys.stderr)
         return agent.failures
     finally:
+        # On every way out: the other nodes would wait for this one.
         agent.get_worker_group().spec.rdzv_handler.shutdown()
     return agent.failures if result.is_failed() else {}

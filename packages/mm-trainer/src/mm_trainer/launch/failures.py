@@ -1,4 +1,4 @@
-"""What went wrong in which rank, said once."""
+"""What went wrong in which rank, reported once."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
         InputError: the nodes can't meet at the endpoint.
     """
     with tempfile.TemporaryDirectory(prefix="mm_trainer_") as log_dir, _environment(plan), _quiet_agent():
+        # Inside the block: it imports torch, which reads some of these variables at import.
         from mm_trainer.launch.agent import run_agent
 
         failures = run_agent(plan, command, log_dir=log_dir, on_restart=report_restart)
@@ -41,6 +42,7 @@ def _environment(plan: LaunchPlan) -> Iterator[None]:
     cores = os.cpu_count() or 1
     wanted = {
         SUPERVISED: "1",
+        # Divided among the ranks: each would otherwise start a thread per core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // plan.nproc_per_node))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are ours: the agent would kill on them
         # The store that the agent shares by default outlives a restart, with the addresses of dead ranks in it.
@@ -60,7 +62,7 @@ def _environment(plan: LaunchPlan) -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log off the terminal: it repeats, at length, what is said here."""
+    """Keep the agent's own log off the terminal: it repeats at length what is reported here."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler, propagate = logging.NullHandler(), logger.propagate
     logger.addHandler(handler)

@@ -46,11 +46,11 @@ def pick_device(local_rank: int) -> str:
 
 @contextmanager
 def process_group(environment: RankEnvironment | None, device_type: str, *, timeout_s: float) -> Iterator[None]:
-    """The default process group, with a CPU backend beside the device's (asynchronous saves need one).
+    """The default process group, with a CPU backend besides the device's (asynchronous saves need one).
 
     Args:
         environment: None for a single process that no launcher started; it meets itself over a file, which needs no
-            port and so can't collide with another job.
+            port and can't collide with another job.
     """
     timeout = timedelta(seconds=timeout_s)
     rank = environment or RankEnvironment()

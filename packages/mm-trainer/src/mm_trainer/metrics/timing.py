@@ -2,7 +2,7 @@
 
 [Note: step time] Every moment between two log lines belongs to one phase at most, so the phases and the rest add up to
 the wall time. On an accelerator the moments are events on the current stream, read when the window is closed (the host
-waits for the device then anyway, to log the loss). A phase is so charged for what it costs the *stream*: data that are
+waits for the device then anyway, to log the loss). So a phase is charged for what it costs the *stream*: data that are
 there before the device is cost nothing, however long the host took to fetch them. On the CPU, moments are read off the
 clock. Collectives of the model (FSDP2, context parallelism) count in the phase that issues them: a rank that is late
 shows in the others' forward or backward first.

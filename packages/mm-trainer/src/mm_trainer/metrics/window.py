@@ -69,7 +69,7 @@ class LogWindow:
     def traffic_counted(self) -> Iterator[None]:
         """Count what this rank sends inside, an optimizer step; the figure stands in every window from then on.
 
-        Counting passes every operator through Python, which isn't for every step.
+        Counting passes every operator through Python, which is too slow for every step.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield

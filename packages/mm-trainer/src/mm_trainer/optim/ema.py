@@ -20,7 +20,7 @@ class WeightAverage:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"an EMA's decay lies in [0, 1), got {decay}")
+            raise ValueError(f"an EMA's decay must be in [0, 1), got {decay}")
         self.decay = decay
         self._parameters = dict(parameters)
         self.average: dict[str, Tensor] = {n: p.detach().float().clone() for n, p in self._parameters.items()}
@@ -32,7 +32,7 @@ class WeightAverage:
         Args:
             skipped: 0-dim float on the device; 1 where the step's update was left out, and so is this one.
             sub_models: only parameters of these, by the first part of their names; None, or an empty name: all. The
-                average of a sub-model that a step didn't train stays as it is.
+                average of a sub-model that a step didn't train stays unchanged.
         """
         names = list(self._parameters)
         if sub_models is not None and "" not in sub_models:

@@ -2,7 +2,7 @@
 
 [Note: layout-independent low-bit state]
 What a step computes doesn't depend on how parameters are sharded, so a run resumes on any number of ranks, and replicas
-stay equal. Two rules make it so. A block of 8-bit values lies inside one row, and ranks hold whole rows. And the random
+stay equal. Two rules ensure this. A block of 8-bit values lies within one row, and ranks hold whole rows. And the random
 bits of the rounding are a hash of (seed, parameter, step, position in the whole parameter): no generator's state has to
 be saved, shards draw different bits, and replicas draw the same.
 """
@@ -32,7 +32,7 @@ class BlockQuantizer:
     """torchao's 8-bit code: 256 values share a scale, and a value is one of 256 fractions of it (arXiv:2110.02861).
 
     The nearest fraction is found by one `torch.bucketize`, where torchao's own search takes thirty kernels unless it is
-    compiled; so nothing here needs a compiler, and it runs wherever torch does.
+    compiled. So nothing here needs a compiler, and it runs wherever torch does.
 
     Raises:
         ImportError: torchao is not installed, or is too old.
@@ -126,6 +126,7 @@ class LowBitAdamW(Optimizer):
                 self._update(parameter, parameter.grad, self.state[parameter], group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        # On the device throughout: reading it on the host would cost a synchronisation per parameter.
         bad = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf.to(parameter.device)
         step = state["step"].add_(1 - bad)
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -141,6 +142,7 @@ class LowBitAdamW(Optimizer):
             if weight.dtype == torch.bfloat16:
                 new = round_stochastically(new, random_bits(first, len(new), self._keys[parameter], step))
             first += len(new)
+            # `where`, not a multiplication by 0: 0 · NaN is NaN and would poison the weight.
             piece["weight"].copy_(torch.where(skip, piece["weight"], new))
             self._write(piece, "exp_avg", mean, skip)
             self._write(piece, "exp_avg_sq", square, skip)

@@ -107,6 +107,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
+    # The Gram matrix of the short side is the smaller one.
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):
@@ -138,6 +139,7 @@ def _orthogonalize_shards(
     """
     n, rank = ranks.size(), ranks.rank()
     counts = [_elements_per_rank(shape, n) for shape in shapes]
+    # Owner i orthogonalises matrix i; ranks beyond the last matrix send their shards and receive nothing.
     sent = [counts[owner][rank] if owner < len(shapes) else 0 for owner in range(n)]
     received = counts[rank] if rank < len(shapes) else [0] * n
     shards_sent = torch.cat([shard.flatten() for shard in shards])

@@ -61,7 +61,7 @@ class NamedOptimizer:
         """Create the state tensors that a checkpoint holds, to be filled by it; the optimizer must be fresh.
 
         torch's own `set_optimizer_state_dict` isn't used: it takes a step on a fresh optimizer to make the state (which
-        leaves a counter at 1), and restores learning rate and weight decay without a word.
+        leaves a counter at 1), and silently restores learning rate and weight decay.
 
         Args:
             stored: names as `state` gives them, of this optimizer only.
@@ -117,7 +117,7 @@ def build_optimizers(models: Mapping[str, nn.Module], config: TrainingConfig) ->
 
 
 def check_optimizer(models: Mapping[str, nn.Module], config: TrainingConfig) -> None:
-    """Whether ``training.optimizer`` can train these sub-models, which may lie on meta.
+    """Whether ``training.optimizer`` can train these sub-models, which may be on meta.
 
     Raises:
         ConfigError: a pattern matches nothing, two rules scale one parameter, the optimizer's options are wrong, it

@@ -28,6 +28,7 @@ def split_by_rows(tensor: Tensor) -> bool:
 
 def zeros_per_row(parameter: Tensor, columns: int) -> Tensor:
     """(rows, columns) float32 zeros that are split like ``parameter``, (rows, …)."""
+    # From local zeros, since `zeros_like` can't give another number of columns.
     zeros = torch.zeros(local(parameter).shape[0], columns, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return zeros

@@ -31,7 +31,7 @@ TIMESTEP_SCALE = 1000.0
 
 
 class SchedulerOptions(Options):
-    """``model.scheduler`` of a container that uses this pipeline as it is."""
+    """``model.scheduler`` of a container that uses this pipeline unchanged."""
 
     preset: Literal["uniform", "logit_normal"] = "uniform"
     shift: float = Field(default=1.0, gt=0)
@@ -124,7 +124,7 @@ class FlowMatching(GenerativePipeline[OptionsT]):
 
 
 class FlowMatchPipeline(FlowMatching[FlowMatchOptions]):
-    """`FlowMatching` as it is, with the schedule that `FlowMatchOptions` state."""
+    """`FlowMatching` unchanged, with the schedule that `FlowMatchOptions` state."""
 
     @classmethod
     def build(cls, *, options: FlowMatchOptions, components: Components, task: str | None, seed: int) -> Self:

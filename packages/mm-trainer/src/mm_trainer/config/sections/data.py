@@ -32,7 +32,7 @@ class DatasetParam(DatasetEntry):
     """One data set, or several mixed."""
 
     datasets: tuple[MixEntry, ...] | None = Field(default=None, min_length=1)
-    """Data sets to mix; keys beside this list hold for all of them."""
+    """Data sets to mix; keys next to this list apply to all of them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

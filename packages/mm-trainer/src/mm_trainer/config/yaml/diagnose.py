@@ -71,7 +71,7 @@ def validate(
 
 
 class _Diagnosis:
-    """What pydantic found in one class's values, told in terms of the document."""
+    """What pydantic found in one class's values, in terms of the document."""
 
     def __init__(self, kind: type, document: Document, at: KeyPath, beside: Mapping[str, Any]) -> None:
         self._kind, self._document, self._at, self._beside = kind, document, at, beside
@@ -111,7 +111,7 @@ class _Diagnosis:
         return self._document.error(f"expected {expected}, got {_got(node, details)}", path)
 
     def _siblings(self, path: KeyPath) -> Mapping[str, Any]:
-        """Keys that the class declares beside the last one of ``path``."""
+        """Keys that the class declares alongside the last one of ``path``."""
         level: dict[str, Any] = {**self._beside, **keys_of(self._kind)}
         for part in path[len(self._at) : -1]:
             level = dict(keys_of(level.get(str(part), level.get(EACH))))

@@ -92,8 +92,10 @@ def read_document(
     root = _Reader(environment, read_recipe).read(reference, base=environment.cwd)
     for override in overrides:
         root = _override(root, override)
+    # After the overrides, which may set retired keys and aliases as well.
     root = _complete_mixes(_rename_aliases(_drop_retired(root)))
     undefined: list[Undefined] = []
+    # Last, so that a variable which an override replaces need not be defined.
     root = _expand(root, environment, undefined, ())
     return Document(root, environment, tuple(undefined))
 
@@ -120,6 +122,7 @@ class _Reader:
             what = "the file is empty" if root.value is None else f"a {type(root.value).__name__} at the top level"
             raise ConfigError(f"expected the sections of a configuration, got {what}", file=shown, line=root.line)
         extends = root.value.get("extends")
+        # `extends` is spent here; it is no key of the merged configuration.
         own = replace(root, value={key: node for key, node in root.value.items() if key != "extends"})
         if extends is None:
             return own
@@ -208,7 +211,7 @@ def _set(node: Node, path: KeyPath, new: Node, whole: KeyPath) -> Node:
 
 
 def _drop_retired(root: Node) -> Node:
-    """Keys that went, with the only value they had; resolved configurations of earlier versions state them."""
+    """Removed keys with the only value they had: resolved configurations of earlier versions contain them."""
     for (section, key), (value, instead) in _RETIRED.items():
         parent = root.value.get(section)
         node = parent.child(key) if parent is not None else None
@@ -250,7 +253,7 @@ def _rename_in(node: Node, path: KeyPath) -> Node:
 
 
 def _complete_mixes(root: Node) -> Node:
-    """Keys that stand beside a list of data sets hold for each of them that doesn't state its own."""
+    """Keys next to a list of data sets apply to every one of them that doesn't set its own."""
     data = root.value.get("data")
     if data is None or not isinstance(data.value, dict):
         return root

@@ -15,7 +15,7 @@ from mm_trainer.config.yaml.nodes import Dumper
 
 
 def dump_resolved(config: TrainerConfig) -> str:
-    """Every key with its value, defaults included, paths absolute; `load_config` accepts it as it is.
+    """Every key with its value, defaults included, paths absolute; `load_config` accepts it unchanged.
 
     A key that is null unless it is given is left out where it isn't.
     """

@@ -8,7 +8,7 @@
 ```
 
 An entry is found by its sample's fingerprint, so rows may be added, removed and moved; a clip or caption that changed
-isn't found any more, and so can't be used by mistake. Entries of text are stored without the zeros past the prompt's
+is no longer found, so it can't be used by mistake. Entries of text are stored without the zeros past the prompt's
 end, and padded again when read. `mm_trainer.data.cache.writer` writes it.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MISSED = "not in the cache, or changed since: run `mm-trainer cache`"
 UNKNOWN = "unknown"
-"""Stands for a setting that can't be told here, so that it isn't compared."""
+"""Stands for a setting that isn't known here, so that it isn't compared."""
 FORMAT = 1
 SETTINGS, SHARDS, EMPTY, INDEX = "cache.json", "shards", "empty.safetensors", "index.safetensors"
 
@@ -48,9 +48,9 @@ class CachedDataset:
 
     Args:
         folder: the cache.
-        dataset: what it was made from, if it is at hand: its samples, in its order, are looked up by fingerprint, and
-            those that aren't found (new, or changed since) are left out and reported as bad. None: the cache is used as
-            it is, in the order of the data set that it was made from.
+        dataset: what it was made from, if available: its samples, in its order, are looked up by fingerprint, and
+            those that aren't found (new, or changed since) are left out and reported as bad. None: the cache is used
+            unchanged, in the order of the data set that it was made from.
         settings: what the run would make its conditions with, as `write_cache` was told; None: not compared.
         seed: the run's seed.
         caption_dropout: probability of the empty prompt.
@@ -122,6 +122,7 @@ class CachedDataset:
         from safetensors import SafetensorError, safe_open
 
         try:
+            # Opened per sample: no file handle outlives a sample or crosses a fork into a worker.
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(prefix + name) for name in self._entries}
         except (OSError, SafetensorError) as error:
@@ -147,7 +148,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path, made_with: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a cache that was made with other settings, those aside that are `UNKNOWN` here."""
+    """Refuse a cache made with other settings, except those that are `UNKNOWN` here."""
     there, here = flatten(made_with.get("settings", {})), flatten(wanted)
     differing = [
         f"{name}: {_stated(there, name)} there, {_stated(here, name)} here"
@@ -259,7 +260,7 @@ def write_index(
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and rename it there."""
+    """Write a file next to its final name and rename it, so that no reader sees half of it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two jobs may write one cache
     write(partial)
     partial.replace(path)

@@ -25,7 +25,7 @@ def is_of_0_1(weights: Any) -> bool:
 
 
 def weights_as_0_1_stated(source: WeightSource, *, cache: Path) -> str:
-    """What version 0.1 would state of ``source`` in a cache; says in the log that this cache is compared so."""
+    """What version 0.1 would state of ``source`` in a cache; logs that this cache is compared this way."""
     logger.warning(
         "%s was made by version 0.1, which compared %d places of the encoders' weights and not all bytes; it is "
         "compared in the same way (%s)",

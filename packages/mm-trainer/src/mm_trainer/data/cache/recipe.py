@@ -63,6 +63,7 @@ def make_cache(
             continue
         folder = Path(config.data.cache) / name
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Dropout is applied on reading; a cache made with it would freeze one draw.
         plain = [replace(binding, params=_without_dropout(binding.params)) for binding in bindings]
         reports[name] = write_cache(
             folder,
@@ -107,10 +108,10 @@ def open_cache(
 def cache_settings(
     bindings: Sequence[DatasetBinding], bound: BoundConfig, folder: Path | None = None
 ) -> dict[str, Any]:
-    """All that conditions depend on besides the samples; `UNKNOWN` where it can't be told here.
+    """All that conditions depend on besides the samples; `UNKNOWN` where it isn't known here.
 
     Args:
-        folder: the cache that is made or opened, whose parent keeps the memo that spares reading weights again.
+        folder: the cache that is made or opened, whose parent keeps the memo that saves reading the weights again.
     """
     data = {
         str(number): {
@@ -121,6 +122,7 @@ def cache_settings(
     tokenizer = build_tokenizer(bindings[0], bound)
     probe = UNKNOWN
     if tokenizer is not None:
+        # Compare what the tokenizer does, not where it lies: folders move, and cleaning isn't in its files.
         ids = tokenizer([PROBE])["prompt_ids"].numpy().tobytes()
         probe = hashlib.blake2b(ids, digest_size=8).hexdigest()
     encoders = {name: _encoder_settings(spec, folder) for name, spec in bound.specs.items() if spec.freeze is True}

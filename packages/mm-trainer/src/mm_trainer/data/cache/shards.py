@@ -62,6 +62,7 @@ class ShardWriter:
     def trim(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As they are stored: on the CPU, text without the zeros past its end."""
         stored = {name: trim_rows(value) if name in self.padded else value for name, value in entries.items()}
+        # Cloned: a row is a view that would keep the whole batch in memory.
         return {name: value.detach().cpu().clone() for name, value in stored.items()}
 
     def flush(self) -> None:

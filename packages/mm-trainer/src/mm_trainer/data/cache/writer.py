@@ -1,7 +1,7 @@
-"""Making the conditions cache: over all ranks, and on from where a killed run stopped.
+"""Making the conditions cache: over all ranks, continuing where a killed run stopped.
 
-A sample is done when a shard that holds all its variants is in place; shards are written beside and renamed. What a
-kill interrupts is one shard per rank. The encoders may be sharded over the ranks, so every rank calls them equally
+A sample is done when a shard that holds all its variants is in place; shards are written under another name and renamed.
+A kill costs at most the open shard of each rank. The encoders may be sharded over the ranks, so every rank calls them equally
 often: ranks that have less to do encode something again and drop it.
 """
 
@@ -92,7 +92,7 @@ def write_cache(
     """Encode what isn't in the cache yet; called on all ranks.
 
     Args:
-        folder: the cache; made, or gone on with.
+        folder: the cache; created, or continued.
         dataset: the samples, without caption dropout (captions are dropped when the cache is read).
         encode: the frozen encoders.
         settings: what conditions depend on besides the samples: preprocessing and encoder weights; plain values.
@@ -110,6 +110,7 @@ def write_cache(
     table = sample_table(dataset)
     keys = [sample_fingerprint(dataset, index) for index in range(len(dataset))]
     done = _on_first_rank(lambda: _claim(folder, settings, options.variants))
+    # Reversed, so that the first of several equal samples wins: each is encoded once.
     first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
     todo = sorted(index for key, index in first.items() if key not in done)
     probe = _first_readable(dataset)
@@ -145,7 +146,7 @@ def write_cache(
 
 
 def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str, str]:
-    """Make the folder or check that it was made alike; which samples are done (fingerprint → shard)."""
+    """Create the folder, or check that it was made with the same settings; which samples are done (fingerprint → shard)."""
     from safetensors import SafetensorError, safe_open
 
     wanted = {"format": FORMAT, "variants": variants, "settings": dict(settings)}
@@ -223,11 +224,13 @@ def _deal(by_bucket: Sequence[Sequence[int]], options: CacheOptions, data_rank: 
     per_rank: list[list[Places]] = [[] for _ in range(data_size)]
     for members in by_bucket:
         for rank, batches in enumerate(per_rank):
+            # All variants of a sample on one rank: a shard holds a sample with all of them or not at all.
             places = [(i, i * options.variants + v) for i in members[rank::data_size] for v in range(options.variants)]
             size = options.micro_batch_size
             batches.extend(places[start : start + size] for start in range(0, len(places), size))
     most = max(map(len, per_rank))
     mine = per_rank[data_rank]
+    # Empty batches encode the probe: sharded encoders must be called equally often on every rank.
     return mine + [[] for _ in range(most - len(mine))]
 
 
@@ -281,6 +284,7 @@ def _on_first_rank(function: Callable[[], T]) -> T:
             outcome[0] = function()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for it
             failure, outcome[1] = error, str(error)
+    # The failure travels too: ranks that only waited for a value would hang.
     dist.broadcast_object_list(outcome)
     if failure is not None:
         raise failure

@@ -35,10 +35,10 @@ def read_table(path: Path | str, *, require_caption: bool = True, paths: Sequenc
 
     Args:
         path: ``.csv``, ``.json`` (a list of objects), ``.jsonl``, ``.parquet`` (needs pyarrow), a folder of clips and
-            images with one ``.txt`` beside each, or a ``.txt`` whose lines read ``folder,annotations.json`` (the
+            images with one ``.txt`` next to each, or a ``.txt`` whose lines read ``folder,annotations.json`` (the
             annotation's paths count from the folder; both count from the ``.txt``'s own folder).
         require_caption: refuse rows without a caption column (for models that read no text: False).
-        paths: further columns of paths to look for, beside the clip's own.
+        paths: further columns of paths to look for, besides the clip's own.
 
     Raises:
         DataError: missing file, unknown form, missing column, or a value that can't be used, with file, line and
@@ -239,7 +239,7 @@ def _read_list(path: Path, require_caption: bool, paths: Sequence[str]) -> Table
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """All files but hidden ones, through links to folders too; a folder that is come by twice is read once."""
+    """All files but hidden ones, through links to folders too; a folder reached twice is read once."""
     seen = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(place)) in seen:

@@ -73,7 +73,7 @@ class Table:
         return self.texts["media"].path(row)
 
     def captions(self, row: int) -> list[str]:
-        """All captions of a row; at least one, maybe empty."""
+        """All captions of a row; at least one, possibly empty."""
         column = self.texts.get("caption")
         return [""] if column is None else column[row].split(LIST_SEPARATOR)
 

@@ -118,7 +118,7 @@ def scan(
     glimpses, usable, full_texts, listed = [], [], 0, set()
     for done, glimpse in enumerate(_glimpse_all(dataset, shown, workers or WorkerOptions()), start=1):
         if glimpse.bad is not None:
-            if glimpse.bad not in listed:  # a mix comes by one sample as often as it repeats it
+            if glimpse.bad not in listed:  # a mix reads a sample as often as it repeats it
                 report.skip(*glimpse.bad, bad=True)
             listed.add(glimpse.bad)
         else:

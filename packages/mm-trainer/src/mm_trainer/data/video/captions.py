@@ -3,7 +3,7 @@
 Each level does what the one before it does, and more:
 
 - ``whitespace``: runs of white space become one blank, none at the ends;
-- ``basic``: broken encodings are mended (ftfy) and HTML entities resolved, twice, since scraped text escapes twice;
+- ``basic``: broken encodings are repaired (ftfy) and HTML entities resolved, twice, since scraped text escapes twice;
 - ``caption``: for scraped alt texts: lower case, typographic quotes and dashes made plain, and what describes no
   picture removed (addresses, tags, handles, file names, long numbers and codes, runs of punctuation).
 """
@@ -47,7 +47,7 @@ def draw_caption(seed: int, sample_key: int) -> tuple[float, float]:
 
 
 def clean(text: str, level: TextCleaning | None) -> str:
-    """Clean a caption; with None it is returned as it is.
+    """Clean a caption; with None it is returned unchanged.
 
     Raises:
         DataError: ``basic`` and ``caption`` need the package ftfy, and it isn't installed.

@@ -133,7 +133,7 @@ class VideoDataset:
         return len(self.clips)
 
     def bucket(self, index: int) -> tuple[Any, ...]:
-        """The clip's shape, and what the processor wants to be alike in a micro-batch."""
+        """The clip's shape, and what the processor needs to be equal within a micro-batch."""
         bucket = self._buckets[self._bucket_number[index]]
         if self.processor is None:
             return bucket

@@ -1,8 +1,8 @@
-"""Reading frames out of video and image files, by the time they are shown at.
+"""Reading frames from video and image files by presentation time.
 
 A clip is read on an even grid of times; at each, the frame nearest in time is taken, so a variable frame rate or odd
 timestamps do no harm. Decoding starts at the key frame before the first wanted time, ends with the last wanted one, and
-leaves out, in between, the frames that neither are wanted nor are needed to decode others.
+skips the frames in between that are neither wanted nor needed to decode others.
 Files are opened inside the call and closed before it returns: no decoder outlives a sample or crosses a fork.
 """
 
@@ -118,7 +118,7 @@ def read_frames(
         path: a video file.
         times: ascending, in seconds from the clip's first frame.
         crop: size to bring the whole (upright) frame to, and the part of it to keep.
-        aspect: width over height that the file is said to have; None: not compared.
+        aspect: width over height according to the metadata; None: not compared.
 
     Returns:
         (3, F, H, W) RGB.
@@ -134,6 +134,7 @@ def read_frames(
             if previous is None and aspect is not None:
                 check_aspect(*_upright_size(frame, stream), aspect)
             if frame is previous:
+                # A slow source shows one frame at several times: copying is cheaper than scaling again.
                 out[:, slot] = out[:, slot - 1]
             else:
                 scale(frame, out[:, slot])
@@ -214,6 +215,7 @@ def _missing(path: str | Path) -> MediaError:
 def _video_stream(container: InputContainer) -> Any:
     from av.stream import Disposition
 
+    # Cover art is a video stream to FFmpeg as well.
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
         raise MediaError("no video stream")
@@ -227,12 +229,13 @@ def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
     """Duration in seconds and number of frames; from the header, else from the packets (nothing is decoded)."""
     if stream.duration and stream.frames:
         return float(stream.duration * stream.time_base), stream.frames
+    # The header may lack them (streamed or cut files); packets are cheap to read, since nothing is decoded.
     packets = [(packet.pts, packet.duration or 0) for packet in container.demux(stream) if packet.pts is not None]
     if not packets:
         raise MediaError("no packet with a timestamp")
     container.seek(0)
     (first, _), (last, length) = min(packets), max(packets)
-    if not length:  # some containers don't say how long the last frame is shown
+    if not length:  # some containers don't state how long the last frame is shown
         length = (last - first) // max(1, len(packets) - 1)
     return float((last + length - first) * stream.time_base), len(packets)
 

@@ -28,7 +28,7 @@ def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> N
     """The view of a video, or of an image that is shown throughout, as (3, F, H, W) RGB.
 
     Raises:
-        MediaError: the file can't be read, or is not of the ``aspect`` (width over height) that it is said to have.
+        MediaError: the file can't be read, or its ``aspect`` (width over height) is not that of the metadata.
     """
     if is_image(path):
         image = read_image(path)
