@@ -179,7 +179,7 @@ def test_an_empty_optional_section_counts_as_absent(tmp_path: Path) -> None:
         (["training.lr_min=1"], "training.lr_min", "at most lr = 0.001"),
         (["training.keep_last=0"], "training.keep_last", "-1 (keep all) or at least 1"),
         (["training.gradient_accumulation_steps=auto"], "training.gradient_accumulation_steps", "global_batch_size"),
-        (["training.load=y", "training.init_from=x"], "training.init_from", "warm start goes with no resume"),
+        (["training.load=y", "training.init_from=x"], "training.init_from", "can't be combined with a resume"),
         (["training.no_load_optim=true"], "training.no_load_optim", "nothing is loaded"),
         (["training.val_quantiles=[0.5, 0.5]"], "training.val_quantiles", "given twice"),
         (["tools.profile.start_step=20"], "tools.profile.end_step", "at least start_step = 20"),

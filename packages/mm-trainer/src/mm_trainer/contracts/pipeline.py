@@ -107,8 +107,8 @@ register_dataclass(ModelOutput)
 class GenerativePipeline(ABC, TakesOptions[OptionsT]):
     """Owns data flow, not components: a plain object that the container delegates its forward to.
 
-    Every stage is handed the components and a `StepContext`; a pipeline has no knowledge of its container. Components are called
-    through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn from
+    Every stage is handed the components and a `StepContext`; a pipeline doesn't know its container. Components
+    are called through their ``forward``, so that FSDP2's hooks fire. All randomness of a sample is drawn from
     ``batch["sample_key"]`` (see `mm_trainer.randomness`), never from a global generator.
     """
 

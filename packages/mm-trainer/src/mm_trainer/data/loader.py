@@ -200,7 +200,7 @@ def fixed_batches(
         workers: reading ahead.
 
     Yields:
-        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 alongside ``sample_key``; the weight is
+        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 next to ``sample_key``; the weight is
         1, or 0 where a sample is only padding. Every data rank yields the same number of batches.
 
     Raises:

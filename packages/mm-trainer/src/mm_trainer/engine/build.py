@@ -207,8 +207,8 @@ def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:
     uncovered = get_key_map(model.key_map).uncovered(model.weight_root().state_dict(), to="source")
     if uncovered:
         raise ConfigError(
-            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which could therefore "
-            f"never be exported: {', '.join(sorted(uncovered)[:3])}{', …' if len(uncovered) > 3 else ''}",
+            f"the key map {model.key_map} of {spec.model_id} has no rule for {len(uncovered)} name(s), which therefore "
+            f"could never be exported: {', '.join(sorted(uncovered)[:3])}{', …' if len(uncovered) > 3 else ''}",
             key=spec.key,
         )
 

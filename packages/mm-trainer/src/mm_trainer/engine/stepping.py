@@ -41,7 +41,7 @@ class Stepping:
             return tuple(optimizers)
         chosen = tuple(self._alternation.begin(step))
         known = [name for name in chosen if name in optimizers]
-        # An invalid choice gets a bit of its own: its rank raises only after the comparison, so no other rank waits for it.
+        # An invalid choice gets a bit of its own: its rank raises after the comparison, so no other rank waits for it.
         bits = sum(1 << optimizers.index(name) for name in set(known)) + ((len(known) < len(chosen)) << len(optimizers))
         if dist.is_initialized():
             # One MAX gives both bounds: the largest of -bits is minus the smallest of bits.

@@ -2,7 +2,7 @@
 
 [Note: layout-independent low-bit state]
 What a step computes doesn't depend on how parameters are sharded, so a run resumes on any number of ranks, and replicas
-stay equal. Two rules ensure this. A block of 8-bit values lies within one row, and ranks hold whole rows. And the random
+stay equal. Two rules ensure this. A block of 8-bit values is within one row, and ranks hold whole rows. And the random
 bits of the rounding are a hash of (seed, parameter, step, position in the whole parameter): no generator's state has to
 be saved, shards draw different bits, and replicas draw the same.
 """

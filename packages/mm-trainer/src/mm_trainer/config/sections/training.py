@@ -145,7 +145,9 @@ class TrainingConfig(Section):
         if self.gradient_accumulation_steps == "auto" and self.global_batch_size is None:
             raise FieldError("gradient_accumulation_steps", "auto follows from global_batch_size, which is not given")
         if self.load not in (None, "auto") and self.init_from is not None:
-            raise FieldError("init_from", "a warm start can't be combined with a resume; remove it, or set `load: auto`")
+            raise FieldError(
+                "init_from", "a warm start can't be combined with a resume; remove it, or set `load: auto`"
+            )
         if self.no_load_optim and self.load is None:
             raise FieldError("no_load_optim", "nothing is loaded; give `load`, or use init_from for a warm start")
         if len(set(self.val_quantiles)) != len(self.val_quantiles):

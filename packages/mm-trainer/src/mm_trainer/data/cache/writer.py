@@ -1,8 +1,8 @@
 """Making the conditions cache: over all ranks, continuing where a killed run stopped.
 
-A sample is done when a shard that holds all its variants is in place; shards are written under another name and renamed.
-A kill costs at most the open shard of each rank. The encoders may be sharded over the ranks, so every rank calls them equally
-often: ranks that have less to do encode something again and drop it.
+A sample is done when a shard that holds all its variants is in place; shards are written under another name and
+renamed. A kill costs at most the open shard of each rank. The encoders may be sharded over the ranks, so every rank
+calls them equally often: ranks that have less to do encode something again and drop it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def write_cache(
 
 
 def _claim(folder: Path, settings: Mapping[str, Any], variants: int) -> dict[str, str]:
-    """Create the folder, or check that it was made with the same settings; which samples are done (fingerprint → shard)."""
+    """Create the folder, or check that its settings are the same; returns fingerprint → shard of what is done."""
     from safetensors import SafetensorError, safe_open
 
     wanted = {"format": FORMAT, "variants": variants, "settings": dict(settings)}
