@@ -29,7 +29,7 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
         InputError: the nodes can't meet at the endpoint.
     """
     with tempfile.TemporaryDirectory(prefix="mm_trainer_") as log_dir, _environment(plan), _quiet_agent():
-        # Inside the block: it imports torch, which reads some of these variables at import.
+        # Imported only here: it imports torch, which the rest of the launcher does without.
         from mm_trainer.launch.agent import run_agent
 
         failures = run_agent(plan, command, log_dir=log_dir, on_restart=report_restart)
