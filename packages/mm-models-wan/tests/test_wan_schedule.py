@@ -140,7 +140,7 @@ def test_sample_keyed_draws_are_uniform() -> None:
 
 @pytest.mark.parametrize("value", [0.417, 0.358, 0.4167])
 def test_index_fractions_are_refused_as_a_noise_range(value: float) -> None:
-    with pytest.raises(ValidationError, match=r"is no sigma.*write 0\.(875|9)"):
+    with pytest.raises(ValidationError, match=r"is not a sigma.*write 0\.(875|9)"):
         Wan22Options(noise_range=(0.0, value))
 
 

@@ -132,7 +132,9 @@ def test_another_micro_batch_size_goes_on_with_one_bucket_only() -> None:
         if fits:
             other.load_state_dict(saved)
         else:
-            with pytest.raises(DataError, match="micro_batch_size was 2, is 1, which deals several buckets otherwise"):
+            with pytest.raises(
+                DataError, match="micro_batch_size was 2, is 1, which orders several buckets differently"
+            ):
                 other.load_state_dict(saved)
 
 

@@ -287,7 +287,7 @@ def test_a_processor_that_is_none_is_refused_before_the_data_is_opened() -> None
         VideoOptions(data_path="nowhere", processor="data_neighbor")
     assert error.value.errors()[0]["loc"] == ("processor",), "so that the message names the key's line"
     params = {"data_path": "nowhere", "num_frames": 5, "buckets": [[48, 96]], "tokenizer": "x"}
-    with pytest.raises(PluginError, match="is no ClipProcessor"):
+    with pytest.raises(PluginError, match="is not a ClipProcessor"):
         VideoDataset.check_input_spec({**params, "processor": "data_no_processor"}, InputSpec())
 
 

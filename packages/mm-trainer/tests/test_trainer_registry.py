@@ -90,7 +90,7 @@ def test_one_distribution_found_twice_is_one_provider(distributions: Path) -> No
 
 def test_a_target_of_the_wrong_kind(distributions: Path) -> None:
     install(distributions, "wrong-dist", "[mm_trainer.models]\nwrong = reg_wrong:Other\n", reg_wrong=MODEL)
-    with pytest.raises(PluginError, match="wrong-dist .* is no subclass of BaseModel"):
+    with pytest.raises(PluginError, match="wrong-dist .* is not a subclass of BaseModel"):
         registry.load_model("wrong")
 
 

@@ -85,7 +85,7 @@ class Wan22Container(ModelContainer[Wan22Options]):
             )
 
     def input_spec(self) -> InputSpec:
-        """As one chain: the experts stand beside each other, so only the first of them is part of it."""
+        """As one chain: the experts work side by side, so only the first of them is part of it."""
         components = self.get_sub_models()
         return InputSpec.merge(m.input_spec() for name, m in components.items() if name not in PREDICTORS[1:])
 

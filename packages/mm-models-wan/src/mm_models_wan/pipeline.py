@@ -100,7 +100,7 @@ class WanPipeline(FlowMatching[Wan22Options]):
 
     @torch.no_grad()
     def prepare_conditions(self, components: Components, context: StepContext, batch: Batch) -> Conditions:
-        # Each prefetch gathers the next sub-model's weights while the current one computes.
+        # With cross_submodel_prefetch, the next sub-model's first gather runs under the current one's compute.
         context.prefetch(components["text_encoder"])
         conditions = self.encode_video(component(components, "ae", WanVideoVAE), batch)
         context.prefetch(components[self.predictor_role])

@@ -88,8 +88,8 @@ def checked_range(noise_range: NoiseRange) -> NoiseRange:
         for fraction, sigma in _INDEX_FRACTIONS.items():
             if math.isclose(edge, fraction, abs_tol=6e-4):
                 raise ValueError(
-                    f"{edge} is no sigma: other tools state {fraction} for the fraction of the shift5 grid's indices "
-                    f"whose sigma is >= {sigma}; write {sigma}"
+                    f"{edge} is not a sigma: other tools state {fraction} for the fraction of the shift5 grid's "
+                    f"indices whose sigma is >= {sigma}; write {sigma}"
                 )
     return check_noise_range(noise_range)
 

@@ -230,7 +230,7 @@ def _load(group: str, name: str) -> tuple[Any, Provider]:
 def _load_class(group: str, name: str, base: type) -> Any:
     target, provider = _load(group, name)
     if not (isinstance(target, type) and issubclass(target, base)):
-        raise PluginError(f"{name!r} in the group {group}: {provider} is no subclass of {base.__name__}")
+        raise PluginError(f"{name!r} in the group {group}: {provider} is not a subclass of {base.__name__}")
     return target
 
 
@@ -238,13 +238,13 @@ def _make(group: str, name: str, protocol: type) -> Any:
     """An instance of a class that is made without arguments."""
     target, provider = _load(group, name)
     if not isinstance(target, type):
-        raise PluginError(f"{name!r} in the group {group}: {provider} is no class")
+        raise PluginError(f"{name!r} in the group {group}: {provider} is not a class")
     try:
         made = target()
     except Exception as error:
         raise PluginError(f"{name!r} in the group {group}: {provider} can't be made: {_cause(error)}") from error
     if not isinstance(made, protocol):
-        raise PluginError(f"{name!r} in the group {group}: {provider} is no {protocol.__name__}")
+        raise PluginError(f"{name!r} in the group {group}: {provider} is not a {protocol.__name__}")
     return made
 
 

@@ -43,7 +43,7 @@ class Fp32Linear(nn.Linear):
     """A Linear that computes in float32 whatever dtype its weight has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not in one call, whose result may be a view: a unit of FSDP2 should return none.
+        # The bias is added apart: one fused call may return a view, which a unit of FSDP2 must not.
         return F.linear(x.float(), self.weight.float()) + self.bias.float()
 
 
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Local tokens attend to all text positions, padding included, as the model was trained."""
+    """Local tokens attend to all text positions, padding included: that is how the models were trained."""
 
     def __init__(self, dim: int, heads: int, eps: float, image_dim: int | None) -> None:
         super().__init__()
@@ -152,7 +152,8 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(dim, heads, self.eps)
         self.norm3 = Fp32LayerNorm(dim, self.eps) if architecture.cross_attn_norm else nn.Identity()
         self.cross_attn = CrossAttention(dim, heads, self.eps, architecture.added_kv_proj_dim)
-        # The GELU belongs to the second Linear, whose name has to stay.
+        # The Identity holds the GELU's place, so that the second Linear keeps its name. That one computes the GELU itself,
+        # whose output then needn't be kept for the backward.
         self.ffn = nn.Sequential(
             CastLinear(dim, architecture.ffn_dim), nn.Identity(), GeluLinear(architecture.ffn_dim, dim)
         )

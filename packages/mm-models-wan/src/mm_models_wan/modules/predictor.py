@@ -81,7 +81,7 @@ class WanPredictor(BaseModel[PredictorOptions]):
 
     @classmethod
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
-        """As for any model; a file that has no ``config.json`` beside it states its shapes by its tensors."""
+        """As for any model, but a file without a ``config.json`` next to it is read for its tensors' shapes."""
         source = spec.weights if spec.architecture is None else None
         if source is None or source.config is not None:
             return super().read_architecture(spec)
@@ -92,7 +92,7 @@ class WanPredictor(BaseModel[PredictorOptions]):
 
     @classmethod
     def export_config(cls, spec: ModelSpec) -> dict[str, Any]:
-        """As diffusers writes it; the source's own, to the letter, where that is diffusers' already."""
+        """As diffusers writes it; verbatim where the source's own is already diffusers'."""
         config = cls.read_architecture(spec)
         if config.get("_class_name") == DIFFUSERS_CLASS:
             return config

@@ -26,9 +26,9 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
 class RotaryTables:
     """Cosine and sine of every token's angles, made once per grid and device.
 
-    [Note: rotary tables] They are a function of the grid alone, so they are no buffers of the model: there is nothing
+    [Note: rotary tables] They are a function of the grid alone, so they aren't buffers of the model: there is nothing
     for a meta build to lose, for a cast to round or for a checkpoint to hold. One model keeps the tables of its last
-    ``capacity`` grids, since a run with buckets comes back to a few shapes.
+    ``capacity`` grids, since a run with buckets returns to the same few shapes.
 
     Args:
         head_dim: real dims of a head.

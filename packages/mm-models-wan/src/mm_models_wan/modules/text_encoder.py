@@ -78,13 +78,13 @@ class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
         return self.model
 
     def tie(self) -> None:
-        """Make the encoder's token table the shared one, if materialising or assigning has parted them."""
+        """Make the encoder's token table the shared one, if materialising or assigning has separated them."""
         if self.model.encoder.embed_tokens.weight is not self.model.shared.weight:
             self.model.encoder.embed_tokens.weight = self.model.shared.weight
 
     def setup_weights(self, source: WeightSource, *, allow_missing: Sequence[str] = ()) -> LoadReport:
         """Reads transformers' names and those of the original release; either may hold the token table only once."""
-        self.tie()
+        self.tie()  # before loading: FSDP2 and materialisation may have separated the two names
         missing = (*allow_missing, _TIED)
         report = load_weights(self.model, source, key_map=UMT5_ORIGINAL, allow_missing=missing)
         self.post_load()
@@ -108,6 +108,7 @@ class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
                 f"prompts come with {prompt_ids.shape[1]} positions, the encoder is set to {self.text_length}"
             )
         hidden: Tensor = self.model(input_ids=prompt_ids, attention_mask=prompt_mask).last_hidden_state
+        # The transformer attends to padding too, and was trained with zeros there.
         return hidden.masked_fill(prompt_mask.unsqueeze(-1) == 0, 0)
 
     def input_spec(self) -> InputSpec:
@@ -161,7 +162,7 @@ class PromptTokenizer:
         return {"prompt_ids": encoded["input_ids"], "prompt_mask": encoded["attention_mask"]}
 
     def _count_truncated(self, count: int) -> None:
-        """Warn at the first cut prompt and at every tenfold."""
+        """Warn about the first cut prompt, then each time their number gains a digit."""
         if not count:
             return
         before, self.truncated = self.truncated, self.truncated + count

@@ -127,6 +127,7 @@ class WanVideoVAE(BaseModel[VAEOptions]):
         """
         self.latent_shape(video.shape)
         posterior = self.model.encode(video.to(self._dtype)).latent_dist
+        # From here on in float32: noise, target and loss are, and bf16 would round latents of unit variance visibly.
         latents = posterior.mode().float()
         if noise is not None:
             latents = latents + posterior.std.float() * noise

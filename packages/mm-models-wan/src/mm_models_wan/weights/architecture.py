@@ -153,7 +153,7 @@ def infer_architecture(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         shapes: tensor name as in the original release, with or without a pack's prefix, → shape.
 
     Raises:
-        ValueError: these are no weights of a Wan transformer, or its heads aren't the released models' 128 wide.
+        ValueError: these aren't weights of a Wan transformer, or its heads aren't the released models' 128 wide.
     """
     marker = "patch_embedding.weight"
     prefix = next((name.removesuffix(marker) for name in shapes if name.endswith(marker)), None)
@@ -170,7 +170,7 @@ def infer_architecture(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
             f"no tensor {error.args[0]} from which the shapes of a Wan transformer could be read"
         ) from error
     if dim % HEAD_DIM:
-        raise ValueError(f"a model dim of {dim} is no multiple of the released models' head dim {HEAD_DIM}")
+        raise ValueError(f"a model dim of {dim} is not a multiple of the released models' head dim {HEAD_DIM}")
     blocks = {
         name.removeprefix(f"{prefix}blocks.").split(".")[0] for name in shapes if name.startswith(f"{prefix}blocks.")
     }

@@ -1,4 +1,4 @@
-"""The original release's VAE and text encoder: key maps of their ``.pth`` files and the shapes these don't state.
+"""The original release's VAE and text encoder: key maps of their ``.pth`` files, and the shapes that these don't state.
 
 The transformers of the original release need no map: their names are ours (see `mm_models_wan.weights.key_map`).
 """
@@ -66,7 +66,7 @@ def _resample(source: str, native: str) -> list[tuple[str, str]]:
 def _flat_decoder() -> list[tuple[str, str]]:
     """The 2.1 decoder is one list: three residual blocks and an upsampler per resolution (none after the last)."""
     rules = []
-    for index in range(15):
+    for index in range(15):  # 4 resolutions of 4 entries, without the last upsampler
         block, place = divmod(index, 4)
         source, native = f"decoder.upsamples.{index}", f"decoder.up_blocks.{block}"
         if place == 3:
@@ -159,7 +159,7 @@ ORIGINAL_FILES = {
 def original_architecture(spec: ModelSpec) -> str | None:
     """The architecture that a file of the original release has, by the file's name; None for any other source.
 
-    Such files state no shapes, and a ``config.json`` beside them is the transformer's.
+    Such files don't state their shapes, and a ``config.json`` next to them belongs to the transformer.
     """
     place = spec.source.checkpoint_path or spec.source.from_pretrained
     return None if place is None else ORIGINAL_FILES.get(Path(place).name)

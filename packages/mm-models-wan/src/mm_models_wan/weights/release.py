@@ -41,11 +41,11 @@ class WanRelease:
 
 
 def read_release(spec: ModelSpec) -> WanRelease:
-    """Look beside the weights: ``model_index.json`` of a diffusers pipeline, or the folder names of the original
+    """Look next to the weights: ``model_index.json`` of a diffusers pipeline, or the folder names of the original
     release; failing these, the name of the architecture.
 
     Raises:
-        ConfigError: a ``model_index.json`` that is no JSON.
+        ConfigError: a ``model_index.json`` that isn't JSON.
     """
     named = spec.architecture if isinstance(spec.architecture, str) else None
     boundary, per_token = BOUNDARIES.get(named or ""), named == "TI2V-5B"
@@ -58,7 +58,7 @@ def read_release(spec: ModelSpec) -> WanRelease:
         try:
             stated = json.loads(_index(folder).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"{_index(folder)} is no JSON: {error}", key=f"model.models.{spec.name}") from error
+            raise ConfigError(f"{_index(folder)} is not JSON: {error}", key=f"model.models.{spec.name}") from error
         boundary = stated.get("boundary_ratio")
         per_token = bool(stated.get("expand_timesteps", False))
     expert = _FOLDER_EXPERTS.get(folder.name) if boundary is not None or folder.name.endswith("noise_model") else None

@@ -169,12 +169,14 @@ class BatchLoader:
             ),
             f"the global batch was {state[batch]}, is {ours[batch]} (training.global_batch_size={state[batch]} with "
             "training.gradient_accumulation_steps=auto keeps it)": (batch,),
-            f"micro_batch_size was {state[micro]}, is {ours[micro]}, which deals several buckets otherwise": (micro,),
+            f"micro_batch_size was {state[micro]}, is {ours[micro]}, which orders several buckets differently": (
+                micro,
+            ),
             f"the seed was {state['seed']}, is {ours['seed']}": ("seed",),
         }
         broken = [reason for reason, names in reasons.items() if any(state[name] != ours[name] for name in names)]
         if broken:
-            raise DataError(f"can't go on where the data was: {'; '.join(broken)} (training.init_from starts afresh)")
+            raise DataError(f"can't continue the data order: {'; '.join(broken)} (training.init_from starts anew)")
         self.seek(int(state["step"]))
 
 

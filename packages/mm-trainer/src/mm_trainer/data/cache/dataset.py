@@ -156,7 +156,7 @@ def check_settings(folder: Path, made_with: Mapping[str, Any], wanted: Mapping[s
         if here.get(name) != UNKNOWN and _stated(there, name) != _stated(here, name)
     ]
     if differing:
-        raise DataError(f"{folder}: the cache is stale, it was made otherwise: {'; '.join(differing)}")
+        raise DataError(f"{folder}: the cache is stale, it was made with other settings: {'; '.join(differing)}")
 
 
 def _stated(settings: Mapping[str, Any], name: str) -> str:
