@@ -152,8 +152,8 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(dim, heads, self.eps)
         self.norm3 = Fp32LayerNorm(dim, self.eps) if architecture.cross_attn_norm else nn.Identity()
         self.cross_attn = CrossAttention(dim, heads, self.eps, architecture.added_kv_proj_dim)
-        # The Identity holds the GELU's place, so that the second Linear keeps its name. That one computes the GELU itself,
-        # whose output then needn't be kept for the backward.
+        # The Identity holds the GELU's place, so that the second Linear keeps its name. That Linear computes the GELU
+        # itself, so the activated tensor needn't be kept for the backward.
         self.ffn = nn.Sequential(
             CastLinear(dim, architecture.ffn_dim), nn.Identity(), GeluLinear(architecture.ffn_dim, dim)
         )
