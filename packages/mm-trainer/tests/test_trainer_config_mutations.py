@@ -52,6 +52,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> str:
         "parallel.fsdp_plan.sub_plans={encoder: {shard_size: 2}}",
         "training.lr_scaling_plan=[{apply_modules: [predictor.blocks.0], scale: 2}]",
         "tools.logging.wandb={project: p}",
+        "training.ema.decay=0.99",
+        "features.enable_activation_offload=false",
     ]
     config = resolve(load_config(write(folder, CONTAINER), overrides, environment=environment(folder)), 2)
     text = dump_resolved(config)

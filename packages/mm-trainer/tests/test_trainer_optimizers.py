@@ -127,7 +127,8 @@ def moved_by_small_updates(kind: str) -> float:
     net = Net(torch.bfloat16)
     for parameter in net.parameters():
         nn.init.ones_(parameter)
-    optimizer = build_optimizers({"net": net}, training(kind, weight_decay=0.0))["net"]
+    allowed = {"half_precision_weights": True} if kind == "adamw" else {}
+    optimizer = build_optimizers({"net": net}, training(kind, weight_decay=0.0, optimizer_options=allowed))["net"]
     for _ in range(20):
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
