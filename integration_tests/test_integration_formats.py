@@ -35,6 +35,7 @@ def moved(old: Path, *more: str) -> list[str]:
 def make(rank: int, world_size: int, overrides: list[str], steps: int) -> dict[str, Any]:
     """Make the engine, look at it, and train if there are steps left."""
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
@@ -43,7 +44,7 @@ def make(rank: int, world_size: int, overrides: list[str], steps: int) -> dict[s
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mm_trainer").addHandler(handler)
     config = resolve(load_config(str(CONFIG), overrides), world_size)
-    engine = make_engine(config, bind(config), ParallelMesh.build(config.mesh, device_type="cpu"))
+    engine = make_engine(Prepared(config, bind(config)), ParallelMesh.build(config.mesh, device_type="cpu"))
     weights = {f"model.{name}": value.tolist() for name, value in engine.model.state_dict().items()}
     with engine.services.metrics:
         if steps:

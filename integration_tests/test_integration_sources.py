@@ -16,6 +16,7 @@ def count_look_ups(rank: int, world_size: int, environ: dict[str, str], override
     from mm_checkpoint import WeightSource
     from mm_checkpoint._weights import sources
     from mm_parallel import ParallelMesh
+    from mm_trainer.commands.prepare import Prepared
     from mm_trainer.commands.train import make_engine
     from mm_trainer.config import bind, load_config, resolve
 
@@ -32,7 +33,7 @@ def count_look_ups(rank: int, world_size: int, environ: dict[str, str], override
     with patch.object(sources, "find_source", counting):
         bound = bind(config)
         while_binding = len(looked_up)
-        engine = make_engine(config, bound, ParallelMesh.build(config.mesh, device_type="cpu"))
+        engine = make_engine(Prepared(config, bound), ParallelMesh.build(config.mesh, device_type="cpu"))
         with engine.services.metrics:
             engine.train()
     assert len(looked_up) == while_binding
