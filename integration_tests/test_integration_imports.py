@@ -43,7 +43,7 @@ WINGS: dict[str, list[set[str]]] = {
         {"metrics"},
         {"engine", "launch"},
         {"commands"},
-        {"cli"},
+        {"cli", "testing"},
         {"__init__", "__main__"},
     ],
     "mm_models_wan": [

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mm_models_wan.weights.architecture import TINY_TEXT_DIM
 from mm_models_wan.weights.release import BOUNDARIES
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
-TEXT_DIM = 32
 TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 4,
     "attention_head_dim": 16,
     "in_channels": 16,
     "out_channels": 16,
-    "text_dim": TEXT_DIM,
+    "text_dim": TINY_TEXT_DIM,
     "freq_dim": 256,
     "ffn_dim": 128,
     "num_layers": 2,
@@ -104,7 +104,9 @@ def _transformer(task: str) -> Any:
 def _text_encoder() -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(vocab_size=len(_vocabulary()), d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config = UMT5Config(
+        vocab_size=len(_vocabulary()), d_model=TINY_TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+    )
     return UMT5EncoderModel(config).eval()
 
 

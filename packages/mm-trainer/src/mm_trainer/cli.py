@@ -188,6 +188,9 @@ def check(
     sheet: Annotated[Path, typer.Option(metavar="PNG", help="Where --data puts the contact sheet.")] = Path(
         "contact_sheet.png"
     ),
+    forward: Annotated[
+        bool, typer.Option("--forward", help="Also run one tiny step on the CPU, on --world-size ranks.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configurations instead.")] = False,
 ) -> None:
     """Check CONFIG as far as possible without weights, data and ranks."""
@@ -198,6 +201,13 @@ def check(
         return
     if config is None:
         raise InputError("CONFIG is missing: a YAML file, or recipe:NAME (`mm-trainer recipes` lists them)")
+    if forward:
+        from mm_trainer.commands.check import check_step
+
+        if code := check_step(config, overrides or [], world_size):
+            raise typer.Exit(code)
+        if not data:
+            return
     from mm_trainer.commands.prepare import prepare
     from mm_trainer.config import load_config
     from mm_trainer.config.resolving import smallest_world_size

@@ -13,12 +13,15 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from mm_trainer.errors import PluginError, nearest
+from mm_checkpoint.errors import CheckpointError
+from mm_parallel.errors import FieldError as PlanFieldError
+from mm_trainer.errors import FieldError, PluginError, TrainerError, nearest
 
 if TYPE_CHECKING:
     from mm_trainer.contracts.clips import ClipProcessor
@@ -39,6 +42,9 @@ GROUPS = (MODELS, CONTAINERS, PIPELINES, DATASETS, CLIP_PROCESSORS, OPTIMIZERS, 
 """Entry-point groups that mm-trainer reads."""
 
 T = TypeVar("T", bound=Callable[..., Any])
+
+_OBJECT = re.compile(r"[\w.]+\s*:\s*[\w.]+\s*(\[.*\]\s*)?")
+"""``package.module:Object``, and extras, which the standard allows and nobody uses."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,49 @@ def import_plugin(module: str) -> None:
         raise PluginError(f"the plugin module {module!r} can't be imported: {_cause(error)}") from error
 
 
+def origin(plugin: object) -> str:
+    """Whose a class, a function or an object is: ``distribution (module:Name)``, for messages."""
+    kind: Any = plugin if hasattr(plugin, "__qualname__") else type(plugin)
+    package = kind.__module__.partition(".")[0]
+    # Entry points first: an editable install doesn't say which packages it holds.
+    named = (p for group in GROUPS for offers in installed(group).values() for p in offers)
+    found = next((p.distribution for p in named if re.split(r"[.:]", p.target)[0] == package), None)
+    if found is None or found.startswith("module "):
+        found = next(iter(metadata.packages_distributions().get(package, ())), f"module {kind.__module__}")
+    return f"{found} ({kind.__module__}:{kind.__qualname__})"
+
+
+@contextmanager
+def blaming(plugin: object, what: str) -> Iterator[None]:
+    """Run a plugin's own code: whatever it raises becomes one line that names its distribution, class and place.
+
+    Errors that were made for users say all there is to say, and pass.
+
+    Args:
+        plugin: its class, its function, or an object of its class.
+        what: which part of it runs, such as ``from_config``.
+
+    Raises:
+        PluginError: instead of any other exception.
+    """
+    try:
+        yield
+    except (TrainerError, CheckpointError, FieldError, PlanFieldError):
+        raise
+    except Exception as error:
+        raise PluginError(f"{origin(plugin)}: {what} failed: {_cause(error)}{_place(error, plugin)}") from error
+
+
+def _place(error: BaseException, plugin: object) -> str:
+    """The innermost line of the plugin's own package that the error went through."""
+    package, place, trace = plugin.__module__.partition(".")[0], "", error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == package:
+            place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
+
+
 def recipes() -> dict[str, list[Provider]]:
     """Recipe name → who ships it."""
     return installed(RECIPES)
@@ -218,8 +267,14 @@ def _load(group: str, name: str) -> tuple[Any, Provider]:
     provider = find(group, name)
     if provider in _decorated.get((group, name), {}):
         return _decorated[group, name][provider], provider
+    entry = metadata.EntryPoint(name=name, group=group, value=provider.target)
+    if _OBJECT.fullmatch(provider.target) is None:
+        raise PluginError(
+            f"{name!r} in the group {group}: the distribution {provider.distribution} names {provider.target!r}, "
+            "which isn't of the form package.module:Object"
+        )
     try:
-        return metadata.EntryPoint(name=name, group=group, value=provider.target).load(), provider
+        return entry.load(), provider
     except Exception as error:
         raise PluginError(
             f"{name!r} in the group {group}: {provider.target} of the distribution {provider.distribution} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,7 +22,7 @@ from mm_models_wan.modules.dit import (
 )
 from mm_models_wan.modules.functional import sinusoid
 from mm_models_wan.modules.rope import Grid, RotaryTables
-from mm_models_wan.weights.architecture import ARCHITECTURES, WanArchitecture, infer_architecture
+from mm_models_wan.weights.architecture import ARCHITECTURES, TINY_TEXT_DIM, WanArchitecture, infer_architecture
 from mm_models_wan.weights.release import WanRelease, read_release
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options
@@ -89,6 +89,12 @@ class WanPredictor(BaseModel[PredictorOptions]):
         shapes = {name: info.shape for name, info in opened.tensors.items()}
         opened.close()
         return infer_architecture(shapes)
+
+    @classmethod
+    def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """Two narrow blocks with eight heads, so that Ulysses still splits them."""
+        narrow = {"num_layers": 2, "num_attention_heads": 8, "attention_head_dim": 16, "ffn_dim": 256}
+        return {**asdict(WanArchitecture.parse(architecture)), **narrow, "text_dim": TINY_TEXT_DIM}
 
     @classmethod
     def export_config(cls, spec: ModelSpec) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mm_checkpoint import LoadReport, WeightSource, load_weights
-from mm_models_wan.weights.architecture import TEXT_LENGTH
+from mm_models_wan.weights.architecture import TEXT_LENGTH, TINY_TEXT_DIM
 from mm_models_wan.weights.original import UMT5_ARCHITECTURES, UMT5_ORIGINAL, original_architecture
 from mm_trainer.contracts import BaseModel, InputSpec, ModelSpec, Options, Tokenizer
 from mm_trainer.errors import ConfigError
@@ -57,6 +57,12 @@ class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         named = original_architecture(spec)
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
+
+    @classmethod
+    def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """Two narrow layers over the same vocabulary."""
+        narrow = {"num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64, "d_model": TINY_TEXT_DIM}
+        return {**architecture, **narrow}
 
     @classmethod
     def from_config(cls, spec: ModelSpec[TextEncoderOptions]) -> Self:

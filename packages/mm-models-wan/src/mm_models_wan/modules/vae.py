@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -56,6 +56,11 @@ class WanVideoVAE(BaseModel[VAEOptions]):
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         named = original_architecture(spec)
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
+
+    @classmethod
+    def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """Few channels inside, as many latent channels."""
+        return {**architecture, "base_dim": 4, "num_res_blocks": 1}
 
     @classmethod
     def from_config(cls, spec: ModelSpec[VAEOptions]) -> Self:

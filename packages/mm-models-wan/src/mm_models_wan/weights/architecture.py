@@ -15,6 +15,8 @@ TEXT_LENGTH = 512
 IMAGE_TOKENS = 257
 """Image tokens of a Wan2.1 image-to-video model: 16×16 patches of its CLIP tower and the class token."""
 
+TINY_TEXT_DIM = 32
+"""Width of text features between models that were cut down for a test or a check."""
 
 HEAD_DIM = 128
 """Of every released model."""

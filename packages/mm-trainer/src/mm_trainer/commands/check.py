@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_trainer.commands.job import Job, run_job
 from mm_trainer.commands.prepare import Prepared
 from mm_trainer.errors import DataError, InputError
+from mm_trainer.launch.plan import LaunchPlan
+from mm_trainer.launch.rank import RankEnvironment
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from mm_trainer.config import TrainerConfig
+
+FEW_SAMPLES = 2
+"""Samples of the micro-batch that `check_step` runs, at most."""
 
 
 def scan_data(prepared: Prepared, sheet: Path, console: Console) -> None:
@@ -88,3 +98,46 @@ def print_report(prepared: Prepared, console: Console) -> None:
     console.print(table)
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def check_step(config: str, overrides: Sequence[str], world_size: int | None = None) -> int:
+    """One tiny step on the CPU, on ranks that are started for it; see `mm_trainer.commands.forward`.
+
+    Args:
+        config: file or ``recipe:NAME``.
+        overrides: ``key=value``.
+        world_size: ranks; None: as few as the sequence is split over.
+
+    Returns:
+        the exit code; with one rank, what is wrong raises.
+    """
+    from mm_trainer.config import load_config
+
+    target, options = "mm_trainer.commands.forward:check_forward", {"forward": True}
+    rank = RankEnvironment.read()
+    if rank is not None and rank.supervised:  # one of the ranks that were started below
+        return run_job(Job("check", target, config, overrides, options), None)
+    if rank is not None:
+        raise InputError("check --forward starts its ranks itself: run it once, with --world-size")
+    loaded = load_config(config, overrides)
+    ranks = world_size or loaded.parallel.ulysses_parallel_size * loaded.parallel.ring_attention_size
+    with tempfile.TemporaryDirectory(prefix="mm_trainer_check_") as folder:
+        job = Job("check", target, config, [*overrides, *tiny_overrides(loaded, Path(folder))], options)
+        return run_job(job, LaunchPlan(ranks) if ranks > 1 else None)
+
+
+def tiny_overrides(config: TrainerConfig, folder: Path) -> list[str]:
+    """What of a configuration is set aside for one step on a small machine; nothing is read or written elsewhere."""
+    return [
+        f"training.save={folder}",
+        "training.load=null",
+        "training.init_from=null",
+        "training.no_load_optim=false",
+        f"training.micro_batch_size={min(FEW_SAMPLES, config.training.micro_batch_size)}",
+        "training.gradient_accumulation_steps=1",
+        "training.global_batch_size=null",
+        "training.condition_mbs=1",
+        "parallel.data_parallel_size=null",
+        "parallel.fully_shard_parallel_size=auto",
+        "data.dataloader_param.num_workers=0",
+    ]

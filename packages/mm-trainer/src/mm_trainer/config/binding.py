@@ -163,7 +163,9 @@ class _Binder:
     ) -> None:
         try:
             container_class.validate_specs(specs, options, self._config.model.task)
-            absent = [name for name in container_class.checkpointed(specs) if name not in specs]
+            with registry.blaming(container_class, "checkpointed"):
+                checkpointed = container_class.checkpointed(specs)
+            absent = [name for name in checkpointed if name not in specs]
             if absent:
                 close = nearest(absent[0], specs)
                 hint = f"; did you mean that by {close}?" if close else ""
@@ -179,6 +181,12 @@ class _Binder:
 
         key = self._config.model.key_of(name)
         model_class = self._load(registry.load_model, sub.model_id, f"{key}.model_id")
+        if not isinstance(model_class.key_map, str | None):
+            raise self._error(
+                f"{registry.origin(model_class)}: key_map must be the name of a registered key map, got a "
+                f"{type(model_class.key_map).__qualname__}",
+                f"{key}.model_id",
+            )
         options = self._options(model_class.Options, sub.extras, key, keys_of(type(sub)))
         default = self._config.training.init_model_with_meta_device
         source, weights = self._source(name, sub, key)

@@ -60,6 +60,8 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
     @classmethod
     def checkpointed(cls, specs: Mapping[str, ModelSpec]) -> tuple[str, ...]:
         """Names of the components that a checkpoint holds, known before anything is built."""
+        if not hasattr(cls, "checkpoint_submodels"):
+            raise TypeError(f"{cls.__qualname__} must declare checkpoint_submodels")
         return cls.checkpoint_submodels
 
     @classmethod

@@ -101,6 +101,17 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         return on_disk
 
     @classmethod
+    def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Shapes like ``architecture`` and small enough for a step on a CPU, for ``mm-trainer check --forward``.
+
+        What the sub-models of one container hand each other must go on fitting, so all of them are cut down or none.
+
+        Returns:
+            None: this model can't be cut down.
+        """
+        return None
+
+    @classmethod
     def export_config(cls, spec: ModelSpec) -> dict[str, Any] | None:
         """The ``config.json`` of an exported folder; None if this model has none. By default that of the source."""
         if spec.architecture is None and (spec.weights is None or spec.weights.config is None):

@@ -67,18 +67,29 @@ class ModelOutput:
         """What any object with ``.loss`` says; what it lacks is not known.
 
         Raises:
-            InputError: it has no ``.loss``.
+            InputError: it has no ``.loss``, or one that isn't a number.
         """
-        if isinstance(output, cls):
-            return output
-        if not hasattr(output, "loss"):
-            raise InputError(f"model(**batch) must return an object with .loss, got {type(output).__qualname__}")
-        return cls(
-            output.loss,
-            per_sample=getattr(output, "per_sample", None),
-            tokens=getattr(output, "tokens", 0),
-            flops=getattr(output, "flops", 0),
-        )
+        if not isinstance(output, cls):
+            if not hasattr(output, "loss"):
+                kind, inside = type(output).__qualname__, ""
+                if isinstance(output, Mapping) and "loss" in output:
+                    inside = " with an entry 'loss', which isn't enough: return ModelOutput(loss=...)"
+                raise InputError(f"model(**batch) must return an object with .loss, got a {kind}{inside}")
+            output = cls(
+                output.loss,
+                per_sample=getattr(output, "per_sample", None),
+                tokens=getattr(output, "tokens", 0),
+                flops=getattr(output, "flops", 0),
+            )
+        loss = output.loss
+        if not isinstance(loss, Tensor):
+            raise InputError(f"the loss must be a tensor, got a {type(loss).__qualname__}")
+        if loss.dim() or not loss.is_floating_point():
+            raise InputError(
+                f"the loss must be one floating-point number, the mean over the micro-batch, got {loss.dtype} of shape "
+                f"{tuple(loss.shape)}"
+            )
+        return output
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class SampleReader:
                 if not self.replace:
                     break
                 continue
+            if not isinstance(sample, Mapping):
+                raise DataError(
+                    f"{type(self.dataset).__qualname__}.load must return a mapping of tensors, got a "
+                    f"{type(sample).__qualname__}"
+                )
             return Loaded({**sample, "sample_key": key}, tuple(bad))
         return Loaded(None, tuple(bad))
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from mm_parallel import accelerator
+from mm_trainer import registry
 from mm_trainer.contracts.dataset import DatasetContext, MapDataset
 from mm_trainer.data.loader import WorkerOptions
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.order import SampleTable
-from mm_trainer.errors import DataError
+from mm_trainer.errors import DataError, PluginError
 
 if TYPE_CHECKING:
     from mm_trainer.config import BoundConfig, ResolvedConfig
@@ -64,7 +65,12 @@ def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed:
     params.pop("dataset_type")
     params.pop("tokenizer")
     context = DatasetContext(input_spec=spec, tokenizer=build_tokenizer(binding, bound), seed=seed)
-    return binding.factory(params, context)
+    with registry.blaming(binding.factory, "opening the data set"):
+        dataset = binding.factory(params, context)
+    missing = [name for name in ("__len__", "bucket", "tokens", "load") if not callable(getattr(dataset, name, None))]
+    if missing:
+        raise PluginError(f"{registry.origin(dataset)}: a data set needs {', '.join(missing)}, and has none")
+    return dataset
 
 
 def build_tokenizer(binding: DatasetBinding, bound: BoundConfig) -> Tokenizer | None:

@@ -28,6 +28,7 @@ from mm_parallel import (
     parallelize,
 )
 from mm_parallel.config import FeaturesConfig, FSDPPlan
+from mm_trainer import registry
 from mm_trainer.config import BoundConfig
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.model import DTYPES, BaseModel
@@ -134,19 +135,22 @@ def build_model(
         elif not spec.meta_init:
             sources[prefix] = spec.weights.describe() if spec.weights is not None else "no source"
         elif spec.weights is not None:
-            loads[prefix] = model.setup_weights(spec.weights, allow_missing=spec.source.allow_missing)
+            with registry.blaming(bound.model_classes[spec.name], "setup_weights"):
+                loads[prefix] = model.setup_weights(spec.weights, allow_missing=spec.source.allow_missing)
             sources[prefix] = loads[prefix].summary()
         else:
-            model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
-            model.post_load()
+            with registry.blaming(bound.model_classes[spec.name], "init_weights"):
+                model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
+                model.post_load()
             sources[prefix] = f"initialised at random from seed {seed}: no weight source is named"
     return replace(built, sources=sources, loads=loads, parallel_report=report)
 
 
 def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
     spec = bound.specs[name]
-    with meta_parameters():
-        model = bound.model_classes[name].from_config(spec)
+    kind = bound.model_classes[name]
+    with registry.blaming(kind, "from_config"), meta_parameters():
+        model = kind.from_config(spec)
     return model.to(DTYPES[spec.dtype])
 
 
@@ -165,7 +169,9 @@ def _assemble(bound: BoundConfig, components: dict[str, BaseModel], seed: int) -
         return BuiltModel(
             model=model.train(), sub_models={"": model}, checkpointed=("",), specs={"": bound.specs[name]}
         )
-    container = bound.container_class(components, _build_pipeline(bound, components, seed))
+    pipeline = _build_pipeline(bound, components, seed)
+    with registry.blaming(bound.container_class, "the constructor"):
+        container = bound.container_class(components, pipeline)
     built = BuiltModel(
         model=container.train(),
         sub_models=container.get_sub_models(),
@@ -197,7 +203,12 @@ def _build_pipeline(bound: BoundConfig, components: Mapping[str, BaseModel], see
             f"({type(options).__qualname__}) aren't derived from",
             key="model.pipeline",
         )
-    return kind.build(options=options, components=components, task=bound.task, seed=seed)
+    # Python refuses an abstract class only when one is made, which `build` may not do.
+    if kind.__abstractmethods__:
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"{registry.origin(kind)} doesn't implement {missing}", key="model.pipeline")
+    with registry.blaming(kind, "build"):
+        return kind.build(options=options, components=components, task=bound.task, seed=seed)
 
 
 def _check_key_map(model: BaseModel, spec: ModelSpec) -> None:

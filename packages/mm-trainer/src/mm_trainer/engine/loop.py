@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from mm_parallel import ParallelMesh, clip_grad_norm, reset_frozen
 from mm_trainer.config import TrainingConfig
-from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.data.batch import Batch, to_device
 from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.coverage import GradientCoverage
+from mm_trainer.engine.forward import Forward
 from mm_trainer.engine.guard import NumberGuard
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.stepping import Stepping
@@ -110,8 +110,7 @@ class TrainEngine:
     ) -> None:
         self.model, self._frozen = model, frozen
         self._sync = gradient_sync_of(model)
-        # Ahead of FSDP2's own hook, which finds no tensor in an object of an unknown type.
-        model.register_forward_hook(lambda module, args, output: ModelOutput.of(output), prepend=True)
+        self._forward = Forward(model)
         self.optimizers, self.mesh, self.config = optimizers, mesh, config
         self.learning_rate = learning_rate
         self.total_steps = learning_rate.total_steps if last_step is None else last_step
@@ -210,7 +209,7 @@ class TrainEngine:
             batch = next(self.batches)
         announce(self._sync, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
         with timer.phase("forward"):
-            output: ModelOutput = self.model(**to_device(batch, self.mesh.device))
+            output = self._forward(to_device(batch, self.mesh.device))
         with timer.phase("backward"):
             # A loss that isn't finite may have finite gradients. Marking it with NaN carries it into
             # the gradient norm on every rank, which the guard and the optimizers rely on, without a host sync.

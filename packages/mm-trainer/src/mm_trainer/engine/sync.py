@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from mm_parallel import set_is_last_backward, set_requires_all_reduce, set_requires_gradient_sync
+from mm_trainer.engine.forward import own_class
 
 
 @runtime_checkable
@@ -37,8 +37,7 @@ def gradient_sync_of(model: nn.Module) -> GradientSync:
     Raises:
         TypeError: its class defines some of the three.
     """
-    # FSDP2 puts a class of its own before a wrapped model's; its methods of these names are not the model's.
-    kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    kind = own_class(model)  # FSDP2's class has methods of these names, which are not the model's
     if issubclass(kind, GradientSync) and isinstance(model, GradientSync):
         return _Own(kind, model)
     missing = [name for name in _METHODS if name not in dir(kind)]

@@ -1,0 +1,1 @@
+"""Models that nobody who writes mm-trainer would have written: the kinds that its users bring."""
