@@ -15,7 +15,7 @@ from mm_trainer.contracts.pipeline import ModelOutput
 from mm_trainer.errors import InputError
 
 
-def own_class(model: nn.Module) -> type[nn.Module]:
+def own_class(model: nn.Module) -> Any:
     """The model's class; FSDP2 puts one of its own before it."""
     return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
 
@@ -51,7 +51,7 @@ class Forward:
         """Whether the forward has a parameter for every entry, and gets all that it must have."""
         kind = own_class(self._model)
         try:
-            inspect.signature(kind.forward).bind(self._model, **batch)
+            inspect.signature(kind.forward).bind(self._model, **batch)  # of the class: features replace the module's
         except TypeError as error:
             raise InputError(
                 f"{registry.origin(kind)}: its forward can't be called with the batch: {error} (the batch has: "
