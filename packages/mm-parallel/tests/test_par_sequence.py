@@ -170,3 +170,43 @@ def test_shapes_that_do_not_fit_are_refused_before_any_collective(call, message)
     """B048, B049: a clear error with the numbers."""
     with pytest.raises(ValueError, match=message):
         call(FakeContext(4, 1, 0).shard(75))
+
+
+def draw_masks(rank, world_size):
+    """Masks for a whole activation, a split one, and the whole one after it; and again, as recompute would."""
+    mesh = ParallelMesh.build(MeshSizes(shard=world_size, ulysses=world_size), device_type="cpu")
+    shard = mesh.context_parallel().shard(12)
+    torch.manual_seed(3)
+    ones = torch.ones(2, 12, 4)
+
+    def masks(x):
+        whole = torch.dropout(x, 0.5, True)
+        with shard.local_randomness():
+            part = torch.dropout(shard.split(x), 0.5, True)
+        return whole, part, torch.dropout(x, 0.5, True)
+
+    found = [mask.clone() for mask in masks(ones)]
+    x = ones.requires_grad_()
+    torch.manual_seed(3)
+    torch.utils.checkpoint.checkpoint(lambda: sum(mask.sum() for mask in masks(x)), use_reentrant=False).backward()
+    return [mask.detach().numpy() for mask in found], x.grad.numpy()
+
+
+def test_masks_of_split_activations_differ_between_ranks_and_those_of_whole_ones_do_not(run_ranks):
+    (first, gradient), (second, _) = run_ranks(draw_masks, 2)
+    for place, equal in ((0, True), (1, False), (2, True)):
+        assert (first[place] == second[place]).all() == equal, place
+    assert (first[0] != first[2]).any()
+    # d(sum of dropped x)/dx is the sum of the masks: the backward, which draws again, must have met the same ones.
+    expected = first[0] + first[2]
+    expected[:, :6] += first[1]
+    assert (gradient == expected).all()
+
+
+def test_on_one_rank_local_randomness_changes_nothing():
+    shard = ContextParallel.single().shard(8)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with shard.local_randomness():
+        assert torch.equal(torch.rand(3), expected)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,6 +57,19 @@ class PlainRegressor(Regressor):
 
     def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
         return SimpleNamespace(loss=super().forward(**batch).loss, logits=None)
+
+
+@register_model("single_dropout")
+class DropoutRegressor(Regressor):
+    """Drops half of every block's output, and weighs its loss by numpy's and Python's dice too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))
+
+    def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
+        output = super().forward(**batch)
+        return replace(output, loss=output.loss * (1 + random.random() / 8 + float(np.random.rand()) / 8))
 
 
 @register_model("single_infinite")

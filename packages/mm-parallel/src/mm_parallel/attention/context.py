@@ -8,6 +8,8 @@ mean over all data and context ranks, which FSDP2 takes anyway, makes them those
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from mm_parallel.attention.all_to_all import swap_heads_and_tokens
 from mm_parallel.attention.kernels import choose_kernel
 from mm_parallel.attention.layout import SequenceLayout
 from mm_parallel.attention.ring import ring_attention
+from mm_parallel.devices import accelerator
 from mm_parallel.sizes import check_heads
 
 
@@ -130,6 +133,25 @@ class SequenceShard:
         padding = self.local_length - sum(run.length for run in self._runs)
         last = torch.full((padding,), self.length - 1, dtype=torch.int64, device=device)
         return torch.cat([*places, last])
+
+    @contextmanager
+    def local_randomness(self) -> Iterator[None]:
+        """Draws inside, of dropout on this rank's tokens say, differ from those of the other ranks.
+
+        The ranks that share a sequence run with equal generators, so that what they draw for a whole activation is
+        equal; for a split one, equal masks would repeat every ``local_length`` tokens. Inside, torch's global
+        generators are set by a number that all ranks draw alike and this rank's place in the group; after it they go on
+        as if that number were all that was drawn. On one rank nothing changes. Recompute repeats the draws.
+        """
+        if self._context.size == 1:
+            yield
+            return
+        drawn = int(torch.randint(2**62, ()))  # from the CPU's generator, so that no device is waited for
+        device = accelerator()
+        devices = [torch.accelerator.current_device_index()] if device is not None else []
+        with torch.random.fork_rng(devices, device_type="cuda" if device is None else device.type):
+            torch.manual_seed(drawn + self._context.rank)
+            yield
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None

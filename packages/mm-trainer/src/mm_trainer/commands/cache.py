@@ -21,6 +21,7 @@ from mm_trainer.engine.build import build_model
 from mm_trainer.errors import ConfigError
 from mm_trainer.launch.process import pick_device, process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
+from mm_trainer.randomness import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def write_caches(prepared: Prepared, mesh: ParallelMesh, variants: int = 1) -> d
 
     @torch.no_grad()
     def encode(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        seed_generators(config.training.seed, "conditions", int(batch["sample_key"][0]), mesh.device)
         conditions = pipeline.prepare_conditions(built.sub_models, StepContext(), to_device(batch, mesh.device))
         for name in encoders:
             reset_frozen(built.sub_models[name])

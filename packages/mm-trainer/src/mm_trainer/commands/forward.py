@@ -36,6 +36,7 @@ from mm_trainer.errors import InputError
 from mm_trainer.launch.process import process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
 from mm_trainer.optim.optimizers import build_optimizers
+from mm_trainer.randomness import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class _Check:
         built = self._build(plan, features)
         optimizers = build_optimizers(built.trainable, self.prepared.config.training)
         with registry.blaming(own_class(built.model), f"a forward and backward under param_dtype: {plan.param_dtype}"):
+            seed_generators(self.prepared.config.training.seed, "step", int(self.batch["sample_key"][0]))
             output = Forward(built.model)(to_device(self.batch, self.mesh.device))
             output.loss.backward()
         loss = float(output.loss.detach())

@@ -41,6 +41,7 @@ from mm_trainer.metrics.writer import MetricsWriter
 from mm_trainer.optim.ema import WeightAverage
 from mm_trainer.optim.lr import LearningRate
 from mm_trainer.optim.optimizers import NamedOptimizer, build_optimizers
+from mm_trainer.randomness import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +294,7 @@ def _batches(
         )
 
     def prepare(batch: Batch) -> Conditions:
+        seed_generators(training.seed, "conditions", int(batch["sample_key"][0]), mesh.device)
         with context.phase("conditions"):
             return pipeline.prepare_conditions(built.sub_models, context, to_device(batch, mesh.device))
 

@@ -19,6 +19,7 @@ from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.batch import collate
 from mm_trainer.data.order import SampleTable
 from mm_trainer.errors import BadSample, DataError
+from mm_trainer.randomness import seed_generators
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class SampleReader:
         index, key = place
         bad = []
         for candidate in self._candidates(index, key):
+            seed_generators(self.seed, "sample", key)  # for a data set that draws from them
             try:
                 sample = self.dataset.load(candidate, key)
             except BadSample as error:

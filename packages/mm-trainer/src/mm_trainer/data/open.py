@@ -15,6 +15,7 @@ from mm_trainer.data.loader import WorkerOptions
 from mm_trainer.data.mixing import MixedDataset
 from mm_trainer.data.order import SampleTable
 from mm_trainer.errors import DataError, PluginError
+from mm_trainer.randomness import seed_generators
 
 if TYPE_CHECKING:
     from mm_trainer.config import BoundConfig, ResolvedConfig
@@ -65,6 +66,7 @@ def _open(binding: DatasetBinding, bound: BoundConfig, spec: InputSpec, *, seed:
     params.pop("dataset_type")
     params.pop("tokenizer")
     context = DatasetContext(input_spec=spec, tokenizer=build_tokenizer(binding, bound), seed=seed)
+    seed_generators(seed, binding.key, 0)  # a choice of samples, say, must be the same on all ranks
     with registry.blaming(binding.factory, "opening the data set"):
         dataset = binding.factory(params, context)
     missing = [name for name in ("__len__", "bucket", "tokens", "load") if not callable(getattr(dataset, name, None))]

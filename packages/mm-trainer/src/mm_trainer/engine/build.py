@@ -36,6 +36,7 @@ from mm_trainer.contracts.pipeline import GenerativePipeline
 from mm_trainer.contracts.spec import ModelSpec
 from mm_trainer.errors import ConfigError
 from mm_trainer.optim.parameters import match_parameters
+from mm_trainer.randomness import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def build_structure(bound: BoundConfig, *, seed: int = 0) -> BuiltModel:
     Raises:
         ConfigError: shapes can't be found, a task doesn't fit, a freeze pattern matches nothing.
     """
-    components = {name: _on_meta(bound, name) for name in bound.specs}
+    components = {name: _on_meta(bound, name, seed) for name in bound.specs}
     return _assemble(bound, components, seed)
 
 
@@ -108,7 +109,7 @@ def build_model(
     from_checkpoint = _checkpointed_names(bound) if resuming else ()
     ready = {} if structure is None else {structure.specs[p].name: m for p, m in structure.sub_models.items()}
     components = {
-        name: (ready[name] if name in ready else _on_meta(bound, name))
+        name: (ready[name] if name in ready else _on_meta(bound, name, seed))
         if spec.meta_init or name in from_checkpoint or name in unused
         else bound.model_classes[name].from_pretrained(spec)
         for name, spec in bound.specs.items()
@@ -146,8 +147,9 @@ def build_model(
     return replace(built, sources=sources, loads=loads, parallel_report=report)
 
 
-def _on_meta(bound: BoundConfig, name: str) -> BaseModel:
+def _on_meta(bound: BoundConfig, name: str, seed: int) -> BaseModel:
     spec = bound.specs[name]
+    seed_generators(seed, name, 0)  # a constructor may fill a buffer at random, equal on all ranks
     kind = bound.model_classes[name]
     with registry.blaming(kind, "from_config"), meta_parameters():
         model = kind.from_config(spec)

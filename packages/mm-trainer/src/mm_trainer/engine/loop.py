@@ -42,6 +42,7 @@ from mm_trainer.metrics.writer import MetricsWriter
 from mm_trainer.optim.ema import WeightAverage
 from mm_trainer.optim.lr import LearningRate
 from mm_trainer.optim.optimizers import NamedOptimizer
+from mm_trainer.randomness import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +208,8 @@ class TrainEngine:
         timer = window.timer
         with timer.phase("data"):
             batch = next(self.batches)
+        # Only now: the loader and the encoders ahead of it draw, too.
+        seed_generators(self.config.seed, "step", int(batch["sample_key"][0]), self.mesh.device)
         announce(self._sync, is_last=is_last, reduce_every_micro_step=self.reduce_every_micro_step)
         with timer.phase("forward"):
             output = self._forward(to_device(batch, self.mesh.device))
@@ -234,13 +237,20 @@ class TrainEngine:
             return
         figures: dict[str, float] = {}
         for view in self.services.stepping.views():
-            batches = (to_device(batch, self.mesh.device) for batch in self.services.validation())
-            found = validate(self.model, batches, self.mesh, self.config.val_quantiles)
+            found = validate(
+                self.model, self._validation_batches(self.services.validation()), self.mesh, self.config.val_quantiles
+            )
             figures |= {f"{view}/{name}" if view else name: value for name, value in found.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward, FSDP2 would leave trained roots gathered
         self.services.metrics.write("validation", self.progress.step, figures)
+
+    def _validation_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """On the device, and with generators that are the same in every validation."""
+        for batch in batches:
+            seed_generators(self.config.seed, "validation", int(batch["sample_key"][0]), self.mesh.device)
+            yield to_device(batch, self.mesh.device)
 
     def _save_if_due(self, request: Request, *, last: bool) -> None:
         step, interval = self.progress.step, self.config.save_interval
