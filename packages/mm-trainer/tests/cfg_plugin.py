@@ -21,6 +21,8 @@ from mm_trainer.registry import register_container, register_dataset, register_m
 class CfgModel(BaseModel):
     """Two linear layers; fails on demand."""
 
+    splits_sequence = True
+
     class Options(Options):
         width: int = Field(default=4, ge=1)
         fail_rank: int | None = None
@@ -69,6 +71,13 @@ class CfgShaped(CfgModel):
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
         return cls(cls.read_architecture(spec)["width"], None, None)
+
+
+@register_model("cfg_whole")
+class WholeModel(CfgModel):
+    """Knows nothing of context parallelism."""
+
+    splits_sequence = False
 
 
 @register_container("cfg_container")

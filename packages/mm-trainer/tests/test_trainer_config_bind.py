@@ -80,6 +80,11 @@ def test_a_single_model_is_bound(tmp_path: Path) -> None:
             "matches no parameter",
         ),
         ("parallel.ulysses_parallel_size=4", "parallel.ulysses_parallel_size", "doesn't divide the 6 attention heads"),
+        (
+            "parallel.fsdp_plan.cross_submodel_prefetch=true",
+            "parallel.fsdp_plan.cross_submodel_prefetch",
+            "this model has none",
+        ),
         ("data.dataset_param.width=7", "data.dataset_param", "width 7 is no multiple of 4"),
         ("model.models.encoder.freeze=false", "model.models.encoder.freeze", "neither frozen nor part of a checkpoint"),
     ],
@@ -90,6 +95,17 @@ def test_what_only_plugins_know_is_refused_with_its_place(tmp_path: Path, overri
     assert error.key == key
     assert error.file in ("command line", f"{tmp_path}/config.yaml")
     assert said in error.message
+
+
+@pytest.mark.parametrize("size", ["ulysses_parallel_size", "ring_attention_size"])
+def test_a_trained_model_that_does_not_split_its_sequence_is_refused(tmp_path: Path, size: str) -> None:
+    """The ranks of a group would all compute the same. Frozen encoders may: what they make is small."""
+    whole = CONTAINER.replace("cfg_model\n      width", "cfg_whole\n      width")
+    error = fails(tmp_path, whole, f"parallel.{size}=2", ranks=2)
+    assert error.key == f"parallel.{size}"
+    assert "(cfg_plugin:WholeModel) doesn't split its sequence" in error.message
+    frozen = CONTAINER.replace("cfg_model\n      freeze", "cfg_whole\n      freeze")
+    assert run_check(tmp_path, frozen, f"parallel.{size}=2", ranks=2).structure is not None
 
 
 def test_a_dead_pattern_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:

@@ -47,6 +47,21 @@ def test_train_leaves_frozen_components_in_eval() -> None:
     assert not container.eval().predictor.dropout.training
 
 
+def test_what_is_frozen_in_a_trained_model_stays_in_eval() -> None:
+    """The outermost module whose parameters are all frozen, with what is inside it; what has none: as its parent."""
+    model = Part()
+    model.block = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    model.mixed = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
+    for frozen in (model.block, model.mixed[0]):
+        frozen.requires_grad_(False)
+    for _ in range(2):
+        model.train()
+        training = {name for name, module in model.named_modules() if module.training}
+        assert training == {"", "layer", "dropout", "mixed", "mixed.1", "mixed.2"}
+        model.eval()
+        assert not any(module.training for module in model.modules())
+
+
 def test_state_dict_holds_the_checkpointed_components_only() -> None:
     assert list(make_pair().state_dict()) == ["predictor.layer.weight", "predictor.layer.bias"]
 

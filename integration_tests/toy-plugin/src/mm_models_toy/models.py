@@ -93,6 +93,7 @@ class ToyPredictor(BaseModel):
     """A transformer with one token per latent pixel."""
 
     key_map = "toy"
+    splits_sequence = True
     architectures = {"toy-small": {"width": 32, "heads": 4, "layers": 2}}
 
     def __init__(self, width: int, heads: int, layers: int) -> None:

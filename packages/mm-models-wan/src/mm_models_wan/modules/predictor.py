@@ -52,6 +52,7 @@ class WanPredictor(BaseModel[PredictorOptions]):
     """
 
     key_map = "wan2_2"
+    splits_sequence = True
     architectures: ClassVar[Any] = ARCHITECTURES
 
     def __init__(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from mm_trainer import registry
 from mm_trainer.config import BoundConfig, ResolvedConfig, TrainerConfig, bind, locate, resolve
 from mm_trainer.config.yaml.diagnose import from_value_error
 from mm_trainer.errors import ConfigError, DataError, PluginError
@@ -83,8 +84,8 @@ def _checked(prepared: Prepared) -> Prepared:
     config, bound, notes = prepared.config, prepared.bound, list(prepared.notes)
     structure = _build_if_known(bound, notes, seed=config.training.seed)
     if structure is not None:
-        _check_patterns(config, structure)
-        _check_heads(config, structure)
+        _check_patterns(config, bound, structure)
+        _check_context_parallel(config, structure)
     _check_data(bound, InputSpec() if structure is None else structure.model.input_spec())
     return replace(prepared, structure=structure, notes=tuple(notes))
 
@@ -115,12 +116,17 @@ def _unknown_shapes(error: ConfigError, bound: BoundConfig) -> str | None:
     return None
 
 
-def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
+def _check_patterns(config: ResolvedConfig, bound: BoundConfig, built: BuiltModel) -> None:
     """Resolve every pattern of the configuration against the model's names."""
     from mm_parallel import FieldError, check_features, resolve_plan
     from mm_trainer.optim.optimizers import check_optimizer
 
     model = built.model
+    if config.parallel.fsdp_plan.cross_submodel_prefetch and bound.pipeline_class is None:
+        raise ConfigError(
+            "it is a container's pipeline that prefetches, and this model has none: leave it out",
+            key="parallel.fsdp_plan.cross_submodel_prefetch",
+        )
     try:
         resolve_plan(model, config.parallel.fsdp_plan, built.roots)
     except FieldError as error:
@@ -132,9 +138,18 @@ def _check_patterns(config: ResolvedConfig, built: BuiltModel) -> None:
     check_optimizer(built.trainable, config.training)
 
 
-def _check_heads(config: ResolvedConfig, built: BuiltModel) -> None:
+def _check_context_parallel(config: ResolvedConfig, built: BuiltModel) -> None:
+    """What is trained splits its sequence, and the Ulysses degree divides its heads."""
     from mm_parallel import FieldError, check_heads
 
+    mesh = config.mesh
+    whole = [model for model in built.trainable.values() if not model.splits_sequence]
+    if mesh.ulysses * mesh.ring > 1 and whole:
+        raise ConfigError(
+            f"{registry.origin(type(whole[0]))} doesn't split its sequence (splits_sequence), so the "
+            f"{mesh.ulysses * mesh.ring} ranks that share a sample would all compute the same",
+            key="parallel.ulysses_parallel_size" if mesh.ulysses > 1 else "parallel.ring_attention_size",
+        )
     for model in built.sub_models.values():
         if isinstance(model, HasAttentionHeads):
             try:

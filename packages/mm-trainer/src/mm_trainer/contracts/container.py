@@ -73,7 +73,7 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
         return {name: getattr(self, name) for name in self._component_names}
 
     def train(self, mode: bool = True) -> Self:
-        """Switch the components that have something to train; frozen ones stay in eval (their dropout stays off)."""
+        """Switch the components that have something to train; what is frozen stays in eval (see `BaseModel.train`)."""
         self.training = mode
         for component in self.get_sub_models().values():
             component.train(mode and any(p.requires_grad for p in component.parameters()))

@@ -42,6 +42,10 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     architectures: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named shapes for ``architecture: NAME``, each written like the ``config.json`` of a weight folder."""
 
+    splits_sequence: ClassVar[bool] = False
+    """True: its forward splits the sequence by :attr:`context_parallel`. A trained model that doesn't is refused under
+    context parallelism, where the ranks of a group would all compute the same."""
+
     context_parallel: ContextParallel
 
     def __init__(self) -> None:
@@ -147,6 +151,14 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         """
         raise ConfigError(f"{type(self).__name__} has no rule for training from scratch: name a weight source")
 
+    def train(self, mode: bool = True) -> Self:
+        """Switch what has something to train; a module whose parameters are all frozen stays in eval, with all that is
+        inside it (its dropout is off, its statistics stand still)."""
+        super().train(mode)
+        if mode:
+            _settle_frozen(self)
+        return self
+
     # --- what data, metrics and the parallel layer ask ------------------------------------------------------------
 
     @abstractmethod
@@ -176,3 +188,16 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
             spec: this model's part of the configuration (its options state the text length).
         """
         return None
+
+
+def _settle_frozen(module: nn.Module) -> bool | None:
+    """Put the outermost frozen modules below ``module`` into eval; whether it has something to train, None: it holds no
+    parameters and goes with what is around it."""
+    below = [_settle_frozen(child) for child in module.children()]
+    own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+    known = [trained for trained in (*below, *own) if trained is not None]
+    if not known:
+        return None
+    if not any(known):
+        module.eval()
+    return any(known)
