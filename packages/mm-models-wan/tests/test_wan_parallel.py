@@ -135,7 +135,7 @@ def test_training_equals_one_rank(
 
 
 def predict_with_units(units: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and patch embedding's gradient of a tiny Wan2.1 image-to-video predictor in bf16, whose units these are."""
+    """Output and patch embedding's gradient of a tiny Wan2.1 image-to-video predictor in bf16 with these units."""
     _, model = model_pair(in_channels=36, image_dim=24, added_kv_proj_dim=64, num_layers=1)
     parallelize(
         model,
@@ -163,7 +163,7 @@ def try_every_unit(rank: int, world_size: int) -> dict[str, str]:
             assert torch.equal(output, whole_output), "another output"
             # A unit of its own takes its own copy of an input that three Linears share otherwise.
             assert_near(gradient, whole_gradient, BF16_GRADIENT)
-        except Exception as error:  # every module is tried, whatever became of the others
+        except Exception as error:  # noqa: BLE001 - every module is tried, whatever became of the others
             wrong["+".join(units)] = repr(error)
     return {"tried": str(len(called)), **wrong}
 
