@@ -24,6 +24,29 @@ def test_it_trains_three_steps_on_two_ranks(run_ranks, tmp_path: Path, layout: l
     assert (tmp_path / "iter_0000003" / "manifest.json").is_file()
 
 
+# Every Linear a unit of its own: the casts that a unit needs can't be its parent's work.
+LINEARS = (
+    "*.head",
+    "*.patch_embedding",
+    "*.text_embedding",
+    "*.blocks.{*}.out",
+    "*.blocks.{*}.qkv",
+    "*.blocks.{*}.ffn.{0-2}",
+)
+
+
+@pytest.mark.parametrize("units", [LINEARS[:1], LINEARS[1:2], LINEARS[3:4], LINEARS], ids="+".join)
+def test_any_module_may_be_a_unit_in_bf16(run_ranks, tmp_path: Path, units: tuple[str, ...]) -> None:
+    """The numbers are those of one unit for the whole predictor: where a unit ends changes no dtype."""
+    bf16 = ["parallel.fsdp_plan.param_dtype=bf16", "training.train_iters=2"]
+    traces = []
+    for name, plan in (("whole", ()), ("units", units)):
+        patterns = f"parallel.fsdp_plan.apply_modules=[{', '.join(repr(p) for p in plan)}]"
+        overrides = [*bf16, patterns, f"training.save={tmp_path / name}"]
+        traces.append(trace(run_ranks(train_rank, 2, {}, overrides, RECIPE)[0]))
+    assert traces[0] == traces[1]
+
+
 def test_its_key_map_loads_published_weights(run_ranks, tmp_path: Path) -> None:
     """Weights under published names fill the model; the first loss so differs from that of a random start."""
     folder = write_published_weights(tmp_path / "published")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_close import FP32_BLOCK, FP32_GRADIENT, assert_near, gradient_scales
-from wan_helpers import build_container, make_batch, scramble
+from numbers_close import BF16_GRADIENT, FP32_BLOCK, FP32_GRADIENT, assert_near, gradient_scales
+from wan_helpers import build_container, make_batch, model_inputs, model_pair, scramble
 
 from mm_models_wan.options import Wan22Options
 from mm_parallel import (
@@ -132,3 +132,44 @@ def test_training_equals_one_rank(
         for name, gradient in expected["gradients"].items():
             bound = FP32_GRADIENT * (SHORT_TEXT if TEXT_WEIGHTS.search(name) else 1)
             assert_near(results[0][task]["gradients"][name], gradient, bound, (task, name), scales[name])
+
+
+def predict_with_units(units: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and patch embedding's gradient of a tiny Wan2.1 image-to-video predictor in bf16 with these units."""
+    _, model = model_pair(in_channels=36, image_dim=24, added_kv_proj_dim=64, num_layers=1)
+    parallelize(
+        model,
+        mesh=ParallelMesh.build(MeshSizes(shard=2)),
+        plan=FSDPPlan(apply_modules=units, param_dtype="bf16"),
+    )
+    noised, timestep, text = model_inputs(1, grid=(2, 2, 2), channels=36)
+    image = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(1))
+    out = model(noised, timestep, text, image)
+    out.square().mean().backward()
+    return out.detach(), full(model.patch_embedding.weight.grad)
+
+
+def try_every_unit(rank: int, world_size: int) -> dict[str, str]:
+    """Module → what goes wrong where it is a unit of its own."""
+    _, model = model_pair(in_channels=36, image_dim=24, added_kv_proj_dim=64, num_layers=1)
+    holders = [n for n, m in model.named_modules() if n and any(True for _ in m.parameters())]
+    called = [n for n in holders if not isinstance(model.get_submodule(n), torch.nn.ModuleList)]
+    leaves = tuple(n for n in called if not any(other.startswith(f"{n}.") for other in called))
+    whole = predict_with_units(())
+    wrong = {}
+    for units in (*((name,) for name in called), leaves):
+        try:
+            (output, gradient), (whole_output, whole_gradient) = predict_with_units(units), whole
+            assert torch.equal(output, whole_output), "another output"
+            # A unit of its own takes its own copy of an input that three Linears share otherwise.
+            assert_near(gradient, whole_gradient, BF16_GRADIENT)
+        except Exception as error:  # noqa: BLE001 - every module is tried, whatever became of the others
+            wrong["+".join(units)] = repr(error)
+    return {"tried": str(len(called)), **wrong}
+
+
+def test_every_module_of_the_predictor_may_be_a_unit_in_bf16(run_ranks: Any) -> None:
+    """Each casts its own input, so the output is that of one unit for the whole predictor."""
+    for result in run_ranks(try_every_unit, 2, preload=PRELOAD):
+        assert int(result.pop("tried")) > 30
+        assert result == {}

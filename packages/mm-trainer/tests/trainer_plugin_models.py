@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mm_parallel
 from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelContainer, ModelOutput, ModelSpec, Options
 from mm_trainer.contracts.pipeline import PerSample
-from mm_trainer.randomness import keyed_generator
+from mm_trainer.randomness import draw_quantile, keyed_generator, keyed_uniform
 from mm_trainer.registry import register_container, register_dataset, register_model
 
 VOCABULARY, WIDTH, PADDING = 11, 6, 0
@@ -84,6 +84,60 @@ class InfiniteRegressor(Regressor):
         return replace(output, loss=output.loss + extra.sum(), per_sample=per_sample)
 
 
+STEPS = 1000
+
+
+@register_model("single_noised")
+class Noised(Regressor):
+    """Its objective has discrete noise levels t of `STEPS`, and nothing else: a sample's loss is t · |head's bias|."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    @classmethod
+    def from_config(cls, spec: ModelSpec) -> Noised:
+        return cls(spec.seed)
+
+    def levels(self, batch: Any) -> Tensor:
+        return (draw_quantile(batch, self.seed) * STEPS).long()
+
+    def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
+        per_sample = self.levels(batch) * self.head.bias.abs()
+        loss = per_sample.mean() + 0 * super().forward(**batch).loss
+        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+
+
+@register_model("single_fresh")
+class Fresh(Noised):
+    """As long as it is untrained, its loss is the same at every noise level."""
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        super().init_weights(init, prefix)
+        init.zeros_(self.head.bias)
+
+    def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
+        per_sample = (1 - self.levels(batch) / STEPS * self.head.bias).square()
+        loss = per_sample.mean() + 0 * Regressor.forward(self, **batch).loss
+        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+
+
+@register_model("single_own_draw")
+class OwnDraw(Noised):
+    """Draws its noise levels past `draw_quantile`, and from a global generator too."""
+
+    def levels(self, batch: Any) -> Tensor:
+        return (keyed_uniform(self.seed, "own", batch["sample_key"]) * STEPS).long() + torch.randint(3, ())
+
+
+@register_model("single_narrow")
+class Narrow(Regressor):
+    """Takes no more than training gives it."""
+
+    def forward(self, ids: Tensor, target: Tensor, sample_key: Tensor) -> ModelOutput:  # type: ignore[override]
+        return super().forward(ids, target, sample_key)
+
+
 @register_dataset("single_rows")
 class Rows:
     """Rows of ids and a target; ``poison`` makes one sample's target NaN at one point of the order."""
@@ -91,6 +145,7 @@ class Rows:
     class Options(Options):
         samples: int = 32
         poison: int = -1
+        extra: str | None = None
 
     def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
         self.options = self.Options.model_validate(config)
@@ -109,7 +164,8 @@ class Rows:
         generator = keyed_generator(self.seed, "rows", index)
         ids = torch.randint(1, VOCABULARY, (5,), generator=generator)
         target = torch.tensor(float("nan")) if sample_key == self.options.poison else ids.float().mean() / VOCABULARY
-        return {"ids": ids, "target": target}
+        extra = {} if self.options.extra is None else {self.options.extra: torch.tensor(0.5)}
+        return {"ids": ids, "target": target, **extra}
 
 
 @dataclass

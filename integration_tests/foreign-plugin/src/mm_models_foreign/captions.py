@@ -21,7 +21,7 @@ from mm_trainer.contracts import (
 )
 from mm_trainer.contracts.pipeline import Components, Conditions, NoisedInputs, PerSample
 from mm_trainer.contracts.step import StepContext
-from mm_trainer.randomness import keyed_normal, keyed_quantile
+from mm_trainer.randomness import draw_quantile, keyed_normal
 
 
 class TiedEncoder(BaseModel):
@@ -108,7 +108,7 @@ class DDPM(GenerativePipeline[NoOptions]):
         self, components: Components, context: StepContext, conditions: Conditions, batch: dict[str, Any]
     ) -> NoisedInputs:
         image, key = batch["image"], batch["sample_key"]
-        level = keyed_quantile(self.seed, key, batch.get("quantile"))
+        level = draw_quantile(batch, self.seed)
         timestep = (level * len(self.scheduler)).long().to(image.device)
         noise = keyed_normal(self.seed, "noise", key, image.shape[1:]).to(image.device)
         return NoisedInputs(

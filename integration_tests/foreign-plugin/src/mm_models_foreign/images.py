@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, InputSpec, ModelOutput, ModelSpec
 from mm_trainer.contracts.pipeline import PerSample
-from mm_trainer.randomness import keyed_normal, keyed_quantile
+from mm_trainer.randomness import draw_quantile, keyed_normal
 
 
 class WrappedUNet(BaseModel):
@@ -61,9 +61,10 @@ class WrappedUNet(BaseModel):
             else:
                 init.ones_(parameter)
 
-    def forward(self, image: Tensor, sample_key: Tensor, quantile: Tensor | None = None, **rest: Any) -> ModelOutput:
-        """(B, 3, H, W) in [−1, 1] → the mean squared error of the predicted noise."""
-        level = keyed_quantile(self.seed, sample_key, quantile)
+    def forward(self, **batch: Any) -> ModelOutput:
+        """``image`` (B, 3, H, W) in [−1, 1] → the mean squared error of the predicted noise."""
+        image, sample_key = batch["image"], batch["sample_key"]
+        level = draw_quantile(batch, self.seed)
         timestep = (level * len(self.scheduler)).long().to(image.device)
         noise = keyed_normal(self.seed, "noise", sample_key, image.shape[1:]).to(image.device)
         noised = self.scheduler.add_noise(image, noise, timestep)

@@ -69,23 +69,35 @@ class ToyTextEncoder(BaseModel[TextOptions]):
         return features * mask.unsqueeze(-1)
 
 
+class CastLinear(nn.Linear):
+    """A Linear that casts its input to its weight's dtype itself.
+
+    The caller can't do it: where this module is a unit of its own, its weight has the compute dtype only while its own
+    forward runs.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) in any floating dtype → (…, out) in the weight's."""
+        out = F.linear(x.to(self.weight.dtype), self.weight)
+        return out if self.bias is None else out + self.bias  # added apart: one fused call may return a view
+
+
 class ToyBlock(nn.Module):
     """Self-attention, the mean of the prompt added, feed-forward."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.ffn = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.qkv = CastLinear(width, 3 * width)
+        self.out = CastLinear(width, width)
+        self.ffn = nn.Sequential(CastLinear(width, 2 * width), nn.GELU(), CastLinear(2 * width, width))
 
     def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
         """(B, S, D) local tokens → the same."""
         b, s, d = x.shape
-        normed = F.layer_norm(x, (d,)).to(self.qkv.weight.dtype)
-        q, k, v = self.qkv(normed).view(b, s, 3, self.heads, d // self.heads).unbind(2)
+        q, k, v = self.qkv(F.layer_norm(x, (d,))).view(b, s, 3, self.heads, d // self.heads).unbind(2)
         x = x + self.out(shard.attention(q, k, v).reshape(b, s, d)).to(x.dtype)
-        mixed: Tensor = self.ffn(F.layer_norm(x, (d,)).to(self.qkv.weight.dtype))
+        mixed: Tensor = self.ffn(F.layer_norm(x, (d,)))
         return x + mixed.to(x.dtype)
 
 
@@ -99,10 +111,10 @@ class ToyPredictor(BaseModel):
     def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.width = width
-        self.patch_embedding = nn.Linear(LATENT_CHANNELS, width, bias=False)
-        self.text_embedding = nn.Linear(width, width, bias=False)
+        self.patch_embedding = CastLinear(LATENT_CHANNELS, width, bias=False)
+        self.text_embedding = CastLinear(width, width, bias=False)
         self.blocks = nn.ModuleList(ToyBlock(width, heads) for _ in range(layers))
-        self.head = nn.Linear(width, LATENT_CHANNELS)
+        self.head = CastLinear(width, LATENT_CHANNELS)
 
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
@@ -128,13 +140,13 @@ class ToyPredictor(BaseModel):
         """(B, C, F, H, W), (B,), (B, L, D) → (B, C, F, H, W) in float32."""
         tokens = noised.flatten(2).transpose(1, 2)
         shard = self.context_parallel.shard(tokens.shape[1])
-        x = self.patch_embedding(shard.split(tokens).to(self.patch_embedding.weight.dtype)).float()
-        text = self.text_embedding(context.mean(1).to(self.text_embedding.weight.dtype)).float()
+        x = self.patch_embedding(shard.split(tokens)).float()
+        text = self.text_embedding(context.mean(1)).float()
         x = x + (text + _sinusoid(timestep, self.width)).unsqueeze(1)
         x = x + _sinusoid(shard.positions().to(x.device), self.width)
         for block in self.blocks:
             x = block(x, shard)
-        x = self.head(x.to(self.head.weight.dtype)).float()
+        x = self.head(x).float()
         # A copy, since FSDP2 warns of a forward that returns a view.
         return shard.gather(x).transpose(1, 2).reshape(noised.shape).clone()
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,3 +81,20 @@ def keyed_uniform(seed: int, stream: str, sample_key: Tensor) -> Tensor:
         torch.rand((), dtype=torch.float64, generator=keyed_generator(seed, stream, key)) for key in sample_key.tolist()
     ]
     return torch.stack(rows)
+
+
+def draw_quantile(batch: Mapping[str, Any], seed: int) -> Tensor:
+    """Where in the distribution of noise levels each sample of a batch stands.
+
+    A model makes its own noise level of it: σ by `NoiseSchedule.at`, a discrete step t by ``(u * steps).long()``. Any
+    other objective that draws a number per sample and wants it fixed in validation may use it likewise.
+
+    Args:
+        batch: the batch as the model got it; its ``quantile``, which validation fixes, comes before any draw.
+        seed: the run's seed.
+
+    Returns:
+        (B,) float64 in [0, 1), on the CPU.
+    """
+    fixed: Tensor | None = batch.get("quantile")
+    return keyed_uniform(seed, "sigma", batch["sample_key"]) if fixed is None else fixed.cpu()

@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
         self.norm_q, self.norm_k = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
     def forward(self, x: Tensor, tokens: LocalTokens) -> Tensor:
-        x = x.to(self.q.weight.dtype)
+        x = x.to(self.q.weight.dtype)  # one copy for the three; where q is a unit of its own, each makes its own
         q, k = (
             rotate(self._split(y), tokens.cos, tokens.sin) for y in (self.norm_q(self.q(x)), self.norm_k(self.k(x)))
         )

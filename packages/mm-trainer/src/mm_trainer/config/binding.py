@@ -202,6 +202,7 @@ class _Binder:
             attn_implementation=sub.attn_implementation,
             skip_to_device=sub.skip_to_device,
             task=self._config.model.task,
+            seed=self._config.training.seed,
             options=options,
         )
         return model_class, spec

@@ -31,8 +31,9 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     3. :meth:`setup_weights` with the resolved source, or :meth:`init_weights` if no source is named;
     4. :meth:`post_load`.
 
-    A forward casts its floating inputs to ``weight.dtype`` inside the unit that owns the weight, since FSDP2 is told
-    not to (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well).
+    A module casts its floating inputs to ``weight.dtype`` in its own forward, since FSDP2 is told not to
+    (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well). Its caller can't do that: any
+    module may be a unit, whose weights have the compute dtype only while its own forward runs.
 
     A model with keys of its own derives from ``BaseModel[MyOptions]``; its ``spec.options`` is then a ``MyOptions``.
     """

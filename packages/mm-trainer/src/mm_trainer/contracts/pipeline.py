@@ -18,7 +18,20 @@ from mm_trainer.contracts.step import StepContext
 from mm_trainer.errors import ConfigError, InputError
 
 Batch = dict[str, Any]
-"""A micro-batch: tensors and lists by name, nested in mappings at most."""
+"""A micro-batch: tensors and lists by name, nested in mappings at most.
+
+Besides what the data set yields, a batch has entries under reserved names:
+
+- ``sample_key`` (B,) int64, on the host: the samples' positions in the global data order, from which all randomness of
+  a sample is drawn (`mm_trainer.randomness`). Always there.
+- ``quantile`` (B,) float64 in [0, 1), on the host: where in the distribution of noise levels validation wants each
+  sample; `mm_trainer.randomness.draw_quantile` honours it. In validation only, and there only for a model whose losses
+  follow it.
+- ``conditions``: what `prepare_conditions` returned, where it was made beforehand: by condition batching, in a cache,
+  or by a data set that yields it.
+
+``sample_weight`` is reserved for validation, which takes it out before the model gets the batch.
+"""
 Conditions = Mapping[str, Tensor]
 Components = Mapping[str, BaseModel]
 """Role → sub-model."""

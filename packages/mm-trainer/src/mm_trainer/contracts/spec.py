@@ -93,6 +93,8 @@ class ModelSpec(Generic[OptionsT]):
     attn_implementation: str | None = None
     skip_to_device: bool = False
     task: str | None = None
+    seed: int = 0
+    """``training.seed``: with the ``sample_key`` of a batch the key of all randomness of a sample."""
     options: OptionsT = field(default_factory=NoOptions)  # type: ignore[assignment]  # of models that have none
     """Instance of the model class's ``Options``: the keys only this model knows."""
 

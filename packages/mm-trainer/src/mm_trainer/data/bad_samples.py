@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mm_trainer.contracts.dataset import MapDataset
-from mm_trainer.data.batch import collate
+from mm_trainer.data.batch import HOST_KEYS, collate
 from mm_trainer.data.order import SampleTable
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import seed_generators
@@ -87,6 +87,9 @@ class SampleReader:
                     f"{type(self.dataset).__qualname__}.load must return a mapping of tensors, got a "
                     f"{type(sample).__qualname__}"
                 )
+            reserved = sorted(HOST_KEYS & sample.keys())
+            if reserved:
+                raise DataError(f"the data set yields {reserved[0]}, a name that is reserved for ours")
             return Loaded({**sample, "sample_key": key}, tuple(bad))
         return Loaded(None, tuple(bad))
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mm_trainer.contracts.pipeline import Batch
 
-# Read on the host by the draw of noise and sigma; on the device they would cost a synchronisation per batch.
+# The framework's own entries, see `Batch`. The draw of noise and sigma reads them on the host; on the device they would
+# cost a synchronisation per batch.
 HOST_KEYS = frozenset({"sample_key", "quantile", "sample_weight"})
 
 

@@ -194,7 +194,7 @@ def fixed_batches(
 
     Args:
         dataset: the samples, used in their own order.
-        quantiles: fixed quantiles of the noise level, each in [0, 1].
+        quantiles: fixed quantiles of the noise level, each in [0, 1); none: every sample once, without a quantile.
         micro_batch_size: samples per batch; smaller buckets are padded.
         data_rank: this rank's place among the data ranks.
         data_size: number of data ranks.
@@ -202,14 +202,15 @@ def fixed_batches(
         workers: reading ahead.
 
     Yields:
-        batches with ``quantile`` (B,) float64 and ``sample_weight`` (B,) float32 next to ``sample_key``; the weight is
-        1, or 0 where a sample is only padding. Every data rank yields the same number of batches.
+        batches with ``quantile`` (B,) float64, if there are any, and ``sample_weight`` (B,) float32 next to
+        ``sample_key``; the weight is 1, or 0 where a sample is only padding. Every data rank yields the same number of
+        batches.
 
     Raises:
         DataError: a sample can't be read: a validation set is small and its loss must mean the same every time.
     """
     table = sample_table(dataset, max_samples)
-    places = _fixed_places(table, len(quantiles), micro_batch_size, data_size)
+    places = _fixed_places(table, len(quantiles) or 1, micro_batch_size, data_size)
     # Every rank gets equally many: validation runs collectives in every batch.
     mine = places[data_rank::data_size]
     reader = SampleReader(dataset, table, seed=0, replace=False)
@@ -218,8 +219,9 @@ def fixed_batches(
     loader: DataLoader[Any] = make_torch_loader(reader, sampler, workers or WorkerOptions())
     for batch_places, loaded in zip(mine, loader, strict=True):
         batch = log.check(loaded)
-        levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
-        batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
+        if quantiles:
+            levels = [quantiles[key % len(quantiles)] for _, key, _ in batch_places]
+            batch["quantile"] = torch.tensor(levels, dtype=torch.float64)
         batch["sample_weight"] = torch.tensor([weight for _, _, weight in batch_places], dtype=torch.float32)
         yield batch
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from mm_trainer.config.binding import DatasetBinding
     from mm_trainer.contracts.spec import InputSpec
 
-ValidationBatches = Callable[[], Iterator[dict[str, Any]]]
+ValidationBatches = Callable[[Sequence[float]], Iterator[dict[str, Any]]]
+"""Quantiles of the noise level → this rank's batches, as `fixed_batches` makes them."""
 
 
 def build_loader(config: ResolvedConfig, bound: BoundConfig, mesh: ParallelMesh, spec: InputSpec) -> BatchLoader:
@@ -51,10 +52,10 @@ def build_validation(
     dataset = _open_section(config, bound, bound.val_datasets, "validation", spec)
     check_agreement(sample_table(dataset), mesh.device)
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches(quantiles: Sequence[float]) -> Iterator[dict[str, Any]]:
         return fixed_batches(
             dataset,
-            quantiles=config.training.val_quantiles,
+            quantiles=quantiles,
             micro_batch_size=config.training.micro_batch_size,
             data_rank=mesh.data_rank,
             data_size=mesh.data_size,

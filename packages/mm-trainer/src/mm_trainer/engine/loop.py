@@ -33,7 +33,7 @@ from mm_trainer.engine.guard import NumberGuard
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.stepping import Stepping
 from mm_trainer.engine.sync import announce, gradient_sync_of
-from mm_trainer.engine.validation import validate
+from mm_trainer.engine.validation import Validation
 from mm_trainer.engine.watchdog import watchdog
 from mm_trainer.metrics.profiling import ProfileWindows
 from mm_trainer.metrics.timing import PhaseTimer
@@ -58,7 +58,8 @@ class Services:
         metrics: where figures go.
         requests: stop and save requests from outside.
         profiles: recordings of a few steps.
-        validation: makes the fixed validation batches anew at each call; None without a validation set.
+        validation: makes the fixed validation batches, at the given quantiles, anew at each call; None without a
+            validation set.
         stepping: which sub-models a step trains.
         timer: times the phases of a step; given when something inside the model's forward times its own phases. None:
             the loop makes one.
@@ -70,7 +71,7 @@ class Services:
     metrics: MetricsWriter
     requests: RequestWatcher
     profiles: ProfileWindows
-    validation: Callable[[], Iterator[Batch]] | None = None
+    validation: Callable[[Sequence[float]], Iterator[Batch]] | None = None
     describe_sample: Callable[[int], str] | None = None
     stepping: Stepping = field(default_factory=Stepping)
     timer: PhaseTimer | None = None
@@ -119,6 +120,9 @@ class TrainEngine:
         self.reduce_every_micro_step = reduce_every_micro_step
         self.guard = NumberGuard(config.nan_policy, services.describe_sample)
         self._coverage = GradientCoverage()
+        self._validation: Validation | None = None
+        if services.validation is not None:
+            self._validation = Validation(model, services.validation, mesh, config.val_quantiles, seed=config.seed)
         self._accumulation = int(config.gradient_accumulation_steps)
 
     def train(self) -> None:
@@ -233,24 +237,16 @@ class TrainEngine:
         self.services.metrics.write("train", self.progress.step, figures)
 
     def _validate(self) -> None:
-        if self.services.validation is None:
+        if self._validation is None:
             return
         figures: dict[str, float] = {}
         for view in self.services.stepping.views():
-            found = validate(
-                self.model, self._validation_batches(self.services.validation()), self.mesh, self.config.val_quantiles
-            )
+            found = self._validation.measure(view, trained=self.progress.step > 0)
             figures |= {f"{view}/{name}" if view else name: value for name, value in found.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward, FSDP2 would leave trained roots gathered
         self.services.metrics.write("validation", self.progress.step, figures)
-
-    def _validation_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """On the device, and with generators that are the same in every validation."""
-        for batch in batches:
-            seed_generators(self.config.seed, "validation", int(batch["sample_key"][0]), self.mesh.device)
-            yield to_device(batch, self.mesh.device)
 
     def _save_if_due(self, request: Request, *, last: bool) -> None:
         step, interval = self.progress.step, self.config.save_interval

@@ -25,7 +25,7 @@ from mm_trainer.contracts.pipeline import (
 from mm_trainer.contracts.spec import Options, OptionsT
 from mm_trainer.contracts.step import StepContext
 from mm_trainer.pipelines.schedule import ContinuousSchedule, NoiseLevel, NoiseRange, NoiseSchedule
-from mm_trainer.randomness import keyed_normal, keyed_uniform
+from mm_trainer.randomness import draw_quantile, keyed_normal
 
 TIMESTEP_SCALE = 1000.0
 
@@ -76,10 +76,7 @@ class FlowMatching(GenerativePipeline[OptionsT]):
 
     def noise_level(self, batch: Batch) -> NoiseLevel:
         """σ and weight of every sample: at its fixed quantile if the batch states one, else at a keyed draw."""
-        quantile = batch.get("quantile")
-        if quantile is None:
-            quantile = keyed_uniform(self.seed, "sigma", batch["sample_key"])
-        return self.schedule.at(quantile.cpu())
+        return self.schedule.at(draw_quantile(batch, self.seed))
 
     def noising(
         self, components: Components, context: StepContext, conditions: Conditions, batch: Batch
