@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from diffusers import DDPMScheduler, UNet2DModel
-from torch import Tensor, nn
+from torch import nn
 
 from mm_parallel import KeyedInitializer
 from mm_trainer.contracts import BaseModel, InputSpec, ModelOutput, ModelSpec
