@@ -68,6 +68,8 @@ class WrappedUNet(BaseModel):
         timestep = (level * len(self.scheduler)).long().to(image.device)
         noise = keyed_normal(self.seed, "noise", sample_key, image.shape[1:]).to(image.device)
         noised = self.scheduler.add_noise(image, noise, timestep)
-        losses = (self.net(noised, timestep).sample - noise).square().flatten(1).mean(1)
+        # To the dtype that the weights have here, in the unit that owns them: diffusers' convolutions don't cast.
+        prediction = self.net(noised.to(self.net.conv_in.weight.dtype), timestep).sample.float()
+        losses = (prediction - noise).square().flatten(1).mean(1)
         sigma = (1 - self.scheduler.alphas_cumprod.to(image.device)[timestep]).sqrt()
         return ModelOutput(losses.mean(), PerSample(losses.detach(), sigma))
