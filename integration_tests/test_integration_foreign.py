@@ -186,6 +186,30 @@ def test_wrapped_unet_is_read_by_diffusers(run_ranks, tmp_path: Path) -> None:
         assert torch.equal(value, state[f"model.net.{key}"]), key
 
 
+def test_a_trained_unet_takes_its_place_in_a_pipeline_of_diffusers(run_ranks, tmp_path: Path) -> None:
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+    from mm_models_foreign.images import WrappedUNet
+
+    before = UNet2DModel.from_config(WrappedUNet.architectures["unet-tiny"])
+    DDPMPipeline(before, DDPMScheduler()).save_pretrained(tmp_path / "base")
+    _, state = exported(run_ranks, tmp_path / "work", "unet")
+    export(tmp_path / "work" / "run", tmp_path / "whole", base=tmp_path / "base")
+    pipeline = DDPMPipeline.from_pretrained(tmp_path / "whole")
+    for key, value in pipeline.unet.state_dict().items():
+        assert torch.equal(value, state[f"model.net.{key}"]), key
+
+
+def test_a_run_begins_with_the_weights_of_another_run_whatever_wraps_them(run_ranks, tmp_path: Path) -> None:
+    """A checkpoint as a weight source, read under the names of the wrapped model."""
+    for name in ("gpt2", "unet"):
+        _, state = exported(run_ranks, tmp_path / name, name)
+        source = f"model.from_pretrained={tmp_path / name / 'run'}"
+        still = ["training.train_iters=1", "training.lr=0", f"training.save={tmp_path / name / 'next'}"]
+        run(run_ranks, tmp_path / name, name, 2, (), source, *still)
+        after = read_checkpoint(tmp_path / name / "next" / "iter_0000001")
+        assert [key for key in state if key.startswith("model.") and not torch.equal(state[key], after[key])] == []
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [

@@ -147,6 +147,17 @@ def test_element_types(tmp_path: Path, dtype: torch.dtype) -> None:
             assert bytes(bytes_of(found)) == bytes(bytes_of(value))
 
 
+def test_a_run_that_trained_it_inside_a_wrapper_as_a_weight_source(tmp_path: Path) -> None:
+    """Found at whatever depth, beside what the wrapper added."""
+    model = toys.make_toy()
+    inside = {f"predictor.wrapped.net.{n}": t for n, t in model.state_dict().items()}
+    CheckpointManager(tmp_path / "run").save(3, {"model": {**inside, "predictor.head.weight": torch.ones(2)}})
+    loaded = toys.make_toy(seed=2)
+    report = load_weights(loaded, tmp_path / "run")
+    toys.assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert report.naming == "names as they are under 'model.predictor.wrapped.net.'"
+
+
 def test_a_run_as_a_weight_source(tmp_path: Path) -> None:
     """A training run's folder: the sub-model is found under its prefix; two that fit have to be told apart."""
     model = toys.make_toy()

@@ -46,6 +46,11 @@ class WrappedUNet(BaseModel):
         """As diffusers writes it, with its class."""
         return {"_class_name": "UNet2DModel", **cls.read_architecture(spec)}
 
+    @classmethod
+    def export_folder(cls, spec: ModelSpec) -> str:
+        """Where diffusers' pipelines have it."""
+        return "unet"
+
     def weight_root(self) -> nn.Module:
         return self.net
 

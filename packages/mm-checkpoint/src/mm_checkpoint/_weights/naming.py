@@ -84,7 +84,7 @@ def choose_reading(
     """
     readings: list[Reading] = []
     problems: list[KeyMapError] = []
-    for part, candidate, naming in _candidates(source, form=form, key_map=key_map, prefix=prefix):
+    for part, candidate, naming in _candidates(source, wanted, form=form, key_map=key_map, prefix=prefix):
         try:
             readings.append(_read(part, wanted, candidate, naming))
         except KeyMapError as error:  # raised below, unless another way of reading fits
@@ -103,23 +103,29 @@ def choose_reading(
 
 
 def _candidates(
-    source: TensorSource, *, form: str, key_map: KeyMap | None, prefix: str | None
+    source: TensorSource, wanted: Wanted, *, form: str, key_map: KeyMap | None, prefix: str | None
 ) -> Iterator[tuple[TensorSource, KeyMap | None, Naming]]:
     """The tensors under a prefix, the map to read their names with, and a name for the two."""
     maps: list[KeyMap | None] = [None] if key_map is None else [None, key_map]
     if form == "diffusers":
         maps.reverse()
-    for start in _prefixes(source.tensors, form) if prefix is None else [prefix]:
+    for start in _prefixes(source.tensors, form, wanted) if prefix is None else [prefix]:
         inner = strip_prefix(source, start) if start else source
         for candidate in maps:
             yield inner, candidate, Naming(None if candidate is None else candidate.name, start)
 
 
-def _prefixes(names: Collection[str], form: str) -> list[str]:
+def _prefixes(names: Collection[str], form: str, wanted: Wanted) -> list[str]:
     if form != "dcp":
         return ["", *(prefix for prefix in PACK_PREFIXES if any(name.startswith(prefix) for name in names))]
     inner = [name.removeprefix(_STATE_SECTION).partition(".")[0] for name in names if name.startswith(_STATE_SECTION)]
-    return ["", *([_STATE_SECTION] if inner else []), *(f"{_STATE_SECTION}{sub}." for sub in dict.fromkeys(inner))]
+    # A model that was trained inside a wrapper stands below the wrapper's name for it, wherever that is.
+    anchor = f".{max(wanted.shapes, key=len, default='')}"
+    around = [
+        name.removesuffix(anchor[1:]) for name in names if name.startswith(_STATE_SECTION) and name.endswith(anchor)
+    ]
+    sub_models = [f"{_STATE_SECTION}{sub}." for sub in inner]
+    return list(dict.fromkeys(["", *([_STATE_SECTION] if inner else []), *sub_models, *around]))
 
 
 def _read(source: TensorSource, wanted: Wanted, key_map: KeyMap | None, naming: Naming) -> Reading:

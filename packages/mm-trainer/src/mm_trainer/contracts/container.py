@@ -109,10 +109,10 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
     def export_folders(self, specs: Mapping[str, ModelSpec]) -> dict[str, str]:
         """Folder of each checkpointed component in an exported pipeline, no two of them the same.
 
-        By default the folder that it came from, if that stands in a pipeline (next to a ``model_index.json``), else the
-        component's own name.
+        By default what each component says, see `BaseModel.export_folder`; their names where two would say the same.
         """
-        folders = {name: _pipeline_folder(specs[name]) or name for name in self.checkpoint_submodels}
+        parts = self.get_sub_models()
+        folders = {name: parts[name].export_folder(specs[name]) for name in self.checkpoint_submodels}
         return folders if len(set(folders.values())) == len(folders) else {name: name for name in folders}
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -143,9 +143,3 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
                 f"{len(unexpected)} unexpected {unexpected[:5]}"
             )
         return _IncompatibleKeys(missing, unexpected)
-
-
-def _pipeline_folder(spec: ModelSpec) -> str | None:
-    if spec.weights is None or not (spec.weights.path.parent / "model_index.json").is_file():
-        return None
-    return spec.weights.path.name

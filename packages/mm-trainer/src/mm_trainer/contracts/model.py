@@ -123,6 +123,14 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
             return None
         return cls.read_architecture(spec)
 
+    @classmethod
+    def export_folder(cls, spec: ModelSpec) -> str:
+        """Folder of this model in an exported pipeline: by default the one it came from, if that stands in a pipeline
+        (next to a ``model_index.json``), else the model's name in the configuration, ``model`` for a single one."""
+        if spec.weights is not None and (spec.weights.path.parent / "model_index.json").is_file():
+            return spec.weights.path.name
+        return spec.name
+
     # --- weights ------------------------------------------------------------------------------------------------
 
     def weight_root(self) -> nn.Module:

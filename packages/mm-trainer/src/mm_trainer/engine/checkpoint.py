@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mm_checkpoint import CheckpointManager, find_source, read_manifest
+from mm_trainer import registry
 from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.model import BaseModel
 from mm_trainer.engine.build import BuiltModel
 from mm_trainer.engine.config_diff import Difference, compare_configs
 from mm_trainer.errors import InputError
@@ -53,9 +55,15 @@ class CheckpointIO:
         self._manager, self._built, self._optimizers, self._ema = manager, built, optimizers, ema
         # Element types of the original weight files, so that an export gives back what was loaded.
         self._source_dtypes = {name: report.source_dtypes for name, report in built.loads.items()}
+        self._source_ties = {name: report.ties for name, report in built.loads.items()}
         self._config = resolved_config
-        container = built.model if isinstance(built.model, ModelContainer) else None
-        self._export_folders = container.export_folders(built.specs) if container is not None else {"": "model"}
+        for name in built.checkpointed:
+            _warn_of_what_no_export_holds(name, built.sub_models[name])
+        self._export_folders = (
+            built.model.export_folders(built.specs)
+            if isinstance(built.model, ModelContainer)
+            else {name: model.export_folder(built.specs[name]) for name, model in built.sub_models.items()}
+        )
 
     def save(self, progress: Progress, data_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of ``progress.step`` finished steps; called on all ranks."""
@@ -100,6 +108,7 @@ class CheckpointIO:
         self._put_back(state["model"], plain)
         for name, entry in read_manifest(path)["sub_models"].items():
             self._source_dtypes["" if name == "model" else name] = entry["source_dtypes"]
+            self._source_ties["" if name == "model" else name] = entry.get("ties") or {}
         if self._ema is not None and not averaged:
             # The average was taken when the engine was built, before these weights were loaded.
             self._ema.restart()
@@ -164,10 +173,53 @@ class CheckpointIO:
             "source": str(spec.weights.path) if spec.weights is not None else None,
             "source_config": type(model).export_config(spec),
             "export_folder": self._export_folders[name],
-            "prefix": f"{name}." if name else "",
+            "prefix": _dotted(name, _root_path(model)),
+            "ties": _ties(model.weight_root(), self._source_ties.get(name, {})),
             "source_dtypes": self._source_dtypes.get(name),
             "schedule": pipeline.describe() if pipeline is not None else {},
         }
+
+
+def _root_path(model: BaseModel) -> str:
+    """Where `BaseModel.weight_root` stands in the model; empty if it is the model itself."""
+    root = model.weight_root()
+    for path, module in model.named_modules():
+        if module is root:
+            return path
+    raise InputError(f"{registry.origin(model)}: weight_root() must return a module of the model, or the model itself")
+
+
+def _warn_of_what_no_export_holds(name: str, model: BaseModel) -> None:
+    inside = {id(parameter) for parameter in model.weight_root().parameters()}
+    outside = [path for path, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        count, listed = _named(outside)
+        log.warning(
+            "%s: %d trained parameters lie outside weight_root(): checkpoints hold them, exports don't: %s",
+            name or "model",
+            count,
+            listed,
+        )
+
+
+def _dotted(*parts: str) -> str:
+    """The parts that aren't empty, each followed by a dot."""
+    return "".join(f"{part}." for part in parts if part)
+
+
+def _ties(root: nn.Module, from_source: Mapping[str, str]) -> dict[str, str]:
+    """Each further name of a tensor that has several → the one that files hold: that of the source it came from, else
+    the first in the order of the modules, as torch counts parameters and transformers writes them."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in root.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            groups.setdefault(id(tensor), []).append(name)
+    held = set(from_source.values())
+    ties: dict[str, str] = {}
+    for names in groups.values():
+        kept = next((name for name in names if name in held), names[0])
+        ties |= {name: kept for name in names if name != kept}
+    return ties
 
 
 def _named(names: Collection[str]) -> tuple[int, str]:
