@@ -72,6 +72,55 @@ class DropoutRegressor(Regressor):
         return replace(output, loss=output.loss * (1 + random.random() / 8 + float(np.random.rand()) / 8))
 
 
+@register_model("single_forgetful")
+class Forgetful(Regressor):
+    """Initialises all parameters but one."""
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        for name, parameter in self.named_parameters():
+            if name != "head.bias":
+                init.normal_(parameter, prefix + name, std=0.5)
+
+
+@register_model("single_half_filled")
+class HalfFilled(Regressor):
+    """Initialises the first rows of a table only."""
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        for name, parameter in self.named_parameters():
+            if name != "table.weight":
+                init.normal_(parameter, prefix + name, std=0.5)
+        with torch.no_grad():
+            getattr(self.table.weight, "_local_tensor", self.table.weight)[:3] = 0.5
+
+
+@register_model("single_lost_buffer")
+class LostBuffer(Regressor):
+    """A persistent buffer made of a parameter, which is on meta then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", self.head.weight.detach().abs().mean())
+
+
+@register_model("single_lost_table")
+class LostTable(Regressor):
+    """The same, in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table_norm", self.table.weight.detach().norm(dim=1), persistent=False)
+
+
+@register_model("single_own_init")
+class OwnInit(Regressor):
+    """Initialises by torch's own functions."""
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+
 @register_model("single_infinite")
 class InfiniteRegressor(Regressor):
     """The loss of one sample is infinite, and no gradient is: it comes by a constant."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mm_parallel.sharding.meta_init import materialize, meta_parameters
     from mm_parallel.sharding.report import ParallelReport
     from mm_parallel.sharding.units import resolve_plan
+    from mm_parallel.sharding.unwritten import find_unwritten
     from mm_parallel.sizes import MeshSizes, check_heads
 
 _HOME = {
@@ -67,6 +68,7 @@ _HOME = {
     "count_communication": "accounting",
     "default_device_type": "devices",
     "device_count": "devices",
+    "find_unwritten": "sharding.unwritten",
     "match_modules": "patterns",
     "materialize": "sharding.meta_init",
     "meta_parameters": "sharding.meta_init",
@@ -107,6 +109,7 @@ __all__ = [
     "count_communication",
     "default_device_type",
     "device_count",
+    "find_unwritten",
     "match_modules",
     "materialize",
     "meta_parameters",

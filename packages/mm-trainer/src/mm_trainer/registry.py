@@ -181,7 +181,7 @@ def import_plugin(module: str) -> None:
 
 def origin(plugin: object) -> str:
     """Whose a class, a function or an object is: ``distribution (module:Name)``, for messages."""
-    kind: Any = plugin if hasattr(plugin, "__qualname__") else type(plugin)
+    kind = _kind(plugin)
     package = kind.__module__.partition(".")[0]
     # Entry points first: an editable install doesn't say which packages it holds.
     named = (p for group in GROUPS for offers in installed(group).values() for p in offers)
@@ -189,6 +189,13 @@ def origin(plugin: object) -> str:
     if found is None or found.startswith("module "):
         found = next(iter(metadata.packages_distributions().get(package, ())), f"module {kind.__module__}")
     return f"{found} ({kind.__module__}:{kind.__qualname__})"
+
+
+def _kind(plugin: object) -> Any:
+    """The class or function itself; a module that FSDP2 wrapped has a class of FSDP2's in front of its own."""
+    kind: Any = plugin if hasattr(plugin, "__qualname__") else type(plugin)
+    bases = getattr(kind, "__mro__", (kind,))
+    return next(base for base in bases if not base.__module__.startswith("torch.distributed.fsdp."))
 
 
 @contextmanager
@@ -214,7 +221,7 @@ def blaming(plugin: object, what: str) -> Iterator[None]:
 
 def _place(error: BaseException, plugin: object) -> str:
     """The innermost line of the plugin's own package that the error went through."""
-    package, place, trace = plugin.__module__.partition(".")[0], "", error.__traceback__
+    package, place, trace = _kind(plugin).__module__.partition(".")[0], "", error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == package:
             place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"

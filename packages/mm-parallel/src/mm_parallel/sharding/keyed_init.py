@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,10 +23,12 @@ class KeyedInitializer:
 
     Args:
         seed: of the run.
+        only: fill these tensors and leave all others as they are; None: all.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, only: Collection[torch.Tensor] | None = None) -> None:
         self.seed = seed
+        self._only = None if only is None else {id(tensor) for tensor in only}
 
     def normal_(self, param: torch.Tensor, key: str, std: float, mean: float = 0.0) -> None:
         """Fill with N(mean, std²); ``key`` is usually the parameter's name."""
@@ -38,16 +40,24 @@ class KeyedInitializer:
 
     def zeros_(self, param: torch.Tensor) -> None:
         """Fill with zeros."""
-        with torch.no_grad():
-            _local(param)[0].zero_()
+        self._set(param, 0)
 
     def ones_(self, param: torch.Tensor) -> None:
         """Fill with ones."""
-        with torch.no_grad():
-            _local(param)[0].fill_(1)
+        self._set(param, 1)
+
+    @torch.no_grad()
+    def _set(self, param: torch.Tensor, value: int) -> None:
+        if self._fills(param):
+            _local(param)[0].fill_(value)
+
+    def _fills(self, param: torch.Tensor) -> bool:
+        return self._only is None or id(param) in self._only
 
     @torch.no_grad()
     def _fill(self, param: torch.Tensor, key: str, fill: _Fill) -> None:
+        if not self._fills(param):
+            return
         local, start = _local(param)
         target, total = local.view(-1), param.numel()
         stop = start + target.numel()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mm_parallel.sharding.fsdp_state import offloaded_parameters
+from mm_parallel.sharding.unwritten import mark
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def meta_parameters() -> Iterator[None]:
 def materialize(module: nn.Module, device: torch.device | str) -> None:
     """Give every meta tensor of ``module`` memory on ``device``, and move the real plain ones there.
 
-    Values of former meta tensors are undefined until they are loaded or initialised; real tensors keep theirs.
+    Former meta tensors hold a mark until they are loaded or initialised, see `find_unwritten`; real ones keep their
+    values.
     Sharded parameters get one shard's worth, on the CPU if their unit is offloaded. Ties survive. Call after
     ``parallelize``.
 
@@ -69,7 +71,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
         if not (isinstance(tensor, DTensor) and tensor.is_meta):
             return tensor
-        return torch.empty_like(tensor, device="cpu" if id(tensor) in offloaded else device)
+        return mark(torch.empty_like(tensor, device="cpu" if id(tensor) in offloaded else device))
 
     # FSDP2 must learn about its parameters' new storage; its own `_apply` takes care of that.
     module._apply(with_memory)
@@ -79,7 +81,7 @@ def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device == device:
         return tensor
     with torch.no_grad():
-        there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        there = mark(torch.empty_like(tensor, device=device)) if tensor.is_meta else tensor.to(device)
     if not isinstance(tensor, nn.Parameter):
         return there
     parameter = nn.Parameter(there, requires_grad=tensor.requires_grad)

@@ -17,12 +17,15 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from mm_checkpoint import LoadReport, get_key_map
 from mm_parallel import (
     KeyedInitializer,
     ParallelMesh,
     ParallelReport,
     apply_features,
+    find_unwritten,
     materialize,
     meta_parameters,
     parallelize,
@@ -34,7 +37,7 @@ from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.model import DTYPES, BaseModel
 from mm_trainer.contracts.pipeline import GenerativePipeline
 from mm_trainer.contracts.spec import ModelSpec
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, InputError
 from mm_trainer.optim.parameters import match_parameters
 from mm_trainer.randomness import seed_generators
 
@@ -136,15 +139,60 @@ def build_model(
         elif not spec.meta_init:
             sources[prefix] = spec.weights.describe() if spec.weights is not None else "no source"
         elif spec.weights is not None:
-            with registry.blaming(bound.model_classes[spec.name], "setup_weights"):
+            with registry.blaming(model, "setup_weights"):
                 loads[prefix] = model.setup_weights(spec.weights, allow_missing=spec.source.allow_missing)
-            sources[prefix] = loads[prefix].summary()
+            sources[prefix] = loads[prefix].summary() + _init_the_rest(model, prefix, seed)
         else:
-            with registry.blaming(bound.model_classes[spec.name], "init_weights"):
+            with registry.blaming(model, "init_weights"):
                 model.init_weights(KeyedInitializer(seed), f"{prefix}." if prefix else "")
                 model.post_load()
             sources[prefix] = f"initialised at random from seed {seed}: no weight source is named"
+        if spec.meta_init and spec.name not in (*from_checkpoint, *unused):
+            refuse_unwritten(model, prefix)
     return replace(built, sources=sources, loads=loads, parallel_report=report)
+
+
+def _init_the_rest(model: BaseModel, prefix: str, seed: int) -> str:
+    """Initialise what the weights didn't bring: names that may be missing, and parameters outside the weight root.
+
+    Returns:
+        what was done, to be put behind the source's line; empty if the weights brought everything.
+    """
+    left = find_unwritten(model)
+    if not left or type(model).init_weights is BaseModel.init_weights:
+        return ""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: _versions(tensor) for name, tensor in tensors.items() if name not in left}
+    with registry.blaming(model, "init_weights"):
+        rest = KeyedInitializer(seed, only=[tensors[name] for name in left])
+        model.init_weights(rest, f"{prefix}." if prefix else "")
+        model.post_load()
+    changed = [name for name, versions in kept.items() if _versions(tensors[name]) != versions]
+    if changed:
+        raise InputError(
+            f"{registry.origin(model)}: init_weights writes {changed[0]} by other means than its initializer, and so "
+            f"over loaded weights; the weights lack {', '.join(left[:3])}"
+        )
+    return f", initialised at random: {', '.join(left[:5])}{', …' if len(left) > 5 else ''}"
+
+
+def _versions(tensor: Tensor) -> tuple[int, int]:
+    """Counts of writes; those into a shard are counted there."""
+    return tensor._version, getattr(tensor, "_local_tensor", tensor)._version
+
+
+def refuse_unwritten(model: BaseModel, prefix: str) -> None:
+    """Raise if memory of a sub-model was never filled; called on all ranks, after weights and `BaseModel.post_load`.
+
+    Raises:
+        InputError: on all ranks, with the names.
+    """
+    left = find_unwritten(model)
+    if left:
+        raise InputError(
+            f"{registry.origin(model)}: {len(left)} tensor(s) of {prefix or 'the model'} were never filled, neither by "
+            f"weights nor by init_weights or post_load: {', '.join(left[:5])}{', …' if len(left) > 5 else ''}"
+        )
 
 
 def _on_meta(bound: BoundConfig, name: str, seed: int) -> BaseModel:

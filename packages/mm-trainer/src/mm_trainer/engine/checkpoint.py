@@ -16,7 +16,7 @@ from mm_checkpoint import CheckpointManager, find_source, read_manifest
 from mm_trainer import registry
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.model import BaseModel
-from mm_trainer.engine.build import BuiltModel
+from mm_trainer.engine.build import BuiltModel, refuse_unwritten
 from mm_trainer.engine.config_diff import Difference, compare_configs
 from mm_trainer.errors import InputError
 from mm_trainer.optim.ema import WeightAverage
@@ -150,6 +150,7 @@ class CheckpointIO:
         for name in self._built.checkpointed:
             # Loading may have filled tied parameters or what tables are computed from.
             self._built.sub_models[name].post_load()
+            refuse_unwritten(self._built.sub_models[name], name)
 
     def differences(self, path: Path) -> list[Difference]:
         """What differs between this run's configuration and the checkpoint's."""
