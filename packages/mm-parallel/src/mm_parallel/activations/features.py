@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mm_parallel.activations.activation_offload import ActivationOffload
+from mm_parallel.activations.buffer_replay import Contexts, replaying_buffers
 from mm_parallel.activations.forward_layers import Forward, Layer, add_layer
 from mm_parallel.config import ActivationOffloadPlan, CompilePlan, FeaturesConfig, RecomputePlan
 from mm_parallel.errors import FieldError, below
@@ -51,7 +53,8 @@ def apply_features(model: nn.Module, features: FeaturesConfig) -> dict[str, dict
         plan = features.compile_plan
         add_layer(module, Layer.COMPILE, partial(torch.compile, backend=plan.backend, dynamic=plan.dynamic))
     for module in _chosen(modules.get("recompute", []), features.recompute_plan):
-        add_layer(module, Layer.RECOMPUTE, partial(_recomputed, keep=_kept_ops(features.recompute_plan)))
+        keep, buffers = _kept_ops(features.recompute_plan), replaying_buffers(module)
+        add_layer(module, Layer.RECOMPUTE, partial(_recomputed, keep=keep, buffers=buffers))
     if "offload" in modules:
         offload = ActivationOffload(features.activation_offload_plan)
         for module in modules["offload"]:
@@ -98,19 +101,32 @@ def _chosen(modules: list[nn.Module], plan: RecomputePlan) -> list[nn.Module]:
     return modules[:: plan.n if plan.policy == "every_n" else 1]
 
 
-def _recomputed(forward: Forward, *, keep: set[Any] | None) -> Forward:
+def _recomputed(forward: Forward, *, keep: set[Any] | None, buffers: Callable[[], Contexts] | None) -> Forward:
     """``forward``, run again in the backward instead of keeping what it saved.
 
     Never the reentrant form: if no input of a module requires a gradient, it drops those of the parameters.
     """
-    if keep is None:
+    selective = None if keep is None else partial(create_selective_checkpoint_contexts, partial(_policy, keep))
+    if buffers is None and selective is None:
         return partial(checkpoint, forward, use_reentrant=False)
 
-    def policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> Contexts:
+        pairs = [make() for make in (buffers, selective) if make is not None]
+        return _all_of([pair[0] for pair in pairs]), _all_of([pair[1] for pair in pairs])
 
-    contexts = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(keep: set[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _kept_ops(plan: RecomputePlan) -> set[Any] | None:
