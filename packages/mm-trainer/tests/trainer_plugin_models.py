@@ -121,6 +121,36 @@ class OwnInit(Regressor):
             nn.init.constant_(parameter, 0.5)
 
 
+@register_model("single_rank_buffer")
+class RankBuffer(Regressor):
+    """A buffer that tells ranks apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.register_buffer("own", torch.tensor(own), persistent=False)
+
+
+@register_model("single_rank_init")
+class RankInit(Regressor):
+    """Weights that depend on the rank: silently wrong where they are replicated."""
+
+    def init_weights(self, init: Any, prefix: str = "") -> None:
+        super().init_weights(init, prefix)
+        with torch.no_grad():
+            local = getattr(self.head.weight, "_local_tensor", self.head.weight)
+            local += torch.distributed.get_rank()
+
+
+@register_model("single_batch_norm")
+class BatchNormRegressor(Regressor):
+    """Statistics of each rank's own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+
+
 @register_model("single_infinite")
 class InfiniteRegressor(Regressor):
     """The loss of one sample is infinite, and no gradient is: it comes by a constant."""

@@ -32,6 +32,7 @@ from mm_trainer.engine.build import BuiltModel, build_model
 from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.coverage import GradientCoverage
 from mm_trainer.engine.forward import Forward, own_class
+from mm_trainer.engine.replicas import check_replicas
 from mm_trainer.errors import InputError
 from mm_trainer.launch.process import process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
@@ -130,10 +131,12 @@ class _Check:
         """Build, and run one forward and backward."""
         built = self._build(plan, features)
         optimizers = build_optimizers(built.trainable, self.prepared.config.training)
+        check_replicas(built.model)
         with registry.blaming(own_class(built.model), f"a forward and backward under param_dtype: {plan.param_dtype}"):
             seed_generators(self.prepared.config.training.seed, "step", int(self.batch["sample_key"][0]))
             output = Forward(built.model)(to_device(self.batch, self.mesh.device))
             output.loss.backward()
+        check_replicas(built.model, parameters=False)
         loss = float(output.loss.detach())
         if not math.isfinite(loss):
             raise InputError(f"{registry.origin(own_class(built.model))}: the loss of the first micro-batch is {loss}")

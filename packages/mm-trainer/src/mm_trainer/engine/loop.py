@@ -30,6 +30,7 @@ from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.coverage import GradientCoverage
 from mm_trainer.engine.forward import Forward
 from mm_trainer.engine.guard import NumberGuard
+from mm_trainer.engine.replicas import check_replicas
 from mm_trainer.engine.signals import Request, RequestWatcher
 from mm_trainer.engine.stepping import Stepping
 from mm_trainer.engine.sync import announce, gradient_sync_of
@@ -144,6 +145,7 @@ class TrainEngine:
         if self.progress.step >= self.total_steps:
             log.info("nothing to do: %d of %d steps are done", self.progress.step, self.total_steps)
             return
+        check_replicas(self.model)
         if self.progress.step == 0:
             self._validate()
             if self.services.requests.poll().stop:
@@ -163,6 +165,8 @@ class TrainEngine:
             counted = window.traffic_counted() if step == first + 1 else nullcontext()
             with watchdog(self.config.step_timeout_s or 0), counted:
                 lr = self.train_step(window)
+            if step == first:
+                check_replicas(self.model, parameters=False)  # statistics of a rank's own samples, say
             self.services.profiles.after(step)
             request = self.services.requests.poll()
             last = step == self.total_steps
