@@ -241,6 +241,7 @@ class Neighbour:
     """A clip processor as a plugin brings it: a second clip of the row, and how many pictures there are."""
 
     columns = ("depth", "pictures")
+    entries = ("depth", "pictures")
 
     def group(self, counts: Mapping[str, int]) -> int:
         return counts["pictures"]

@@ -43,6 +43,9 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     architectures: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named shapes for ``architecture: NAME``, each written like the ``config.json`` of a weight folder."""
 
+    clip_entries: ClassVar[tuple[str, ...]] = ()
+    """A single model: which entries of clip processors (`ClipProcessor.entries`) its forward reads."""
+
     context_parallel: ContextParallel
 
     def __init__(self) -> None:

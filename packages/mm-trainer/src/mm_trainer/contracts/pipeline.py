@@ -127,6 +127,10 @@ class GenerativePipeline(ABC, TakesOptions[OptionsT]):
 
     Options: ClassVar[type[BaseOptions]] = BaseOptions
     """What the container's options must be for this pipeline to read them."""
+    clip_entries: ClassVar[tuple[str, ...]] = ()
+    """Which entries of clip processors (`ClipProcessor.entries`) it reads."""
+    reads_task: ClassVar[bool] = True
+    """False: `build` ignores the task, whatever it is."""
 
     @classmethod
     @abstractmethod

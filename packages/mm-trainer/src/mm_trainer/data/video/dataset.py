@@ -90,6 +90,12 @@ class VideoDataset:
         if options.processor is not None:
             registry.load_clip_processor(options.processor)
 
+    @staticmethod
+    def optional_entries(params: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Option → entries of a sample that it adds for a model which declares that it reads them."""
+        name = params.get("processor")
+        return {} if name is None else {"processor": tuple(registry.load_clip_processor(name).entries)}
+
     @property
     def _columns(self) -> tuple[str, ...]:
         """Further columns of paths."""
@@ -161,7 +167,11 @@ class VideoDataset:
             tokens = self.context.tokenizer([sample["caption"]])
             sample |= {name: values[0] for name, values in tokens.items()}
         if self.processor is not None:
-            sample |= self.processor.process(video, files)
+            added = self.processor.process(video, files)
+            if set(added) != set(self.processor.entries):
+                name, stated = self.options.processor, sorted(self.processor.entries)
+                raise DataError(f"processor {name}: added {sorted(added)}, but its entries are {stated}")
+            sample |= added
         return sample
 
     def fingerprint(self, index: int) -> str:
