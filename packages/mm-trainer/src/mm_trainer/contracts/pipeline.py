@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -51,6 +51,19 @@ def component(components: Components, role: str, kind: type[ModelT]) -> ModelT:
             key=f"model.models.{role}.model_id",
         )
     return model
+
+
+@runtime_checkable
+class PreparesConditions(Protocol):
+    """A single model, parts of which are frozen and make conditions, so that `mm-trainer cache` can keep them.
+
+    Its forward takes them as ``conditions``, and makes them itself in a batch without: one from the cache has nothing
+    else of what the data set yields.
+    """
+
+    def prepare_conditions(self, batch: Batch) -> Conditions:
+        """Without gradient and in eval mode; every entry has the batch dim first, and no row depends on another."""
+        ...
 
 
 @dataclass(frozen=True)
