@@ -283,7 +283,9 @@ def _batches(
     loader: BatchLoader, built: BuiltModel, prepared: Prepared, mesh: ParallelMesh, context: StepContext
 ) -> Iterator[Batch]:
     config, training = prepared.config, prepared.config.training
-    if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
+    if config.data.cache is not None and training.condition_mbs > 1:
+        log.info("training.condition_mbs is not used: the conditions come from data.cache")
+    if training.condition_mbs == 1 or config.data.cache is not None:
         return iter(loader)
     check_conditions(config, prepared.bound)
     assert isinstance(built.model, ModelContainer)

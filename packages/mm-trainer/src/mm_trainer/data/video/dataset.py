@@ -65,6 +65,7 @@ class VideoDataset:
         self.table = read_table(
             self.options.data_path, require_caption=context.tokenizer is not None, paths=self._columns
         )
+        self._check_captions()
         path = self.options.data_path
         self.folder = self.options.data_folder or (path if path.is_dir() else path.parent)
         self.report = DataReport(rows=len(self.table))
@@ -100,6 +101,14 @@ class VideoDataset:
     def _columns(self) -> tuple[str, ...]:
         """Further columns of paths."""
         return () if self.processor is None else tuple(self.processor.columns)
+
+    def _check_captions(self) -> None:
+        """Refuse what is to be done with captions where there are none."""
+        if "caption" in self.table.texts:
+            return
+        for name in ("caption_dropout", "clean_text"):
+            if getattr(self.options, name):
+                raise DataError(f"dataset_param.{name}: {self.options.data_path} has no captions, so it isn't read")
 
     def _assign_buckets(self, clips: ClipIndex) -> None:
         chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
