@@ -98,6 +98,18 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     ),
     "condition batching": (SINGLE, ["training.condition_mbs=2"], "training.condition_mbs: conditions are made by"),
 }
+
+
+@register_model("unread_loader")
+class Loader(CfgModel):
+    """Looks at its options only where it loads weights."""
+
+    @classmethod
+    def from_pretrained(cls, spec: ModelSpec) -> Self:
+        assert spec.attn_implementation is not None
+        return super().from_pretrained(spec)
+
+
 ACCEPTED: dict[str, tuple[str, list[str]]] = {
     "all of a single model": (
         SINGLE,
@@ -108,6 +120,10 @@ ACCEPTED: dict[str, tuple[str, list[str]]] = {
             "model.attn_implementation=x",
             *TOKENIZER,
         ],
+    ),
+    "what is read while weights are loaded": (
+        SINGLE,
+        ["model.model_id=unread_loader", "model.meta_init=false", "model.attn_implementation=x"],
     ),
     "a task that a component reads": (FLOW, ["model.models.encoder.model_id=unread_reader", "model.task=t2v"]),
     "a task that the container reads": (FLOW, ["model.model_id=unread_strict_container", "model.task=t2v"]),

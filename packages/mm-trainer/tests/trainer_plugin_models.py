@@ -54,7 +54,7 @@ class Regressor(BaseModel):
         for block in self.blocks:
             x = x + F.gelu(block(x))
         per_sample = (self.head(x).squeeze(1) - target).square()
-        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach()))
 
 
 @register_model("single_plain")
@@ -102,7 +102,7 @@ class Noised(Regressor):
     def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
         per_sample = self.levels(batch) * self.head.bias.abs()
         loss = per_sample.mean() + 0 * super().forward(**batch).loss
-        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(loss, PerSample(per_sample.detach()))
 
 
 @register_model("single_fresh")
@@ -116,7 +116,7 @@ class Fresh(Noised):
     def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
         per_sample = (1 - self.levels(batch) / STEPS * self.head.bias).square()
         loss = per_sample.mean() + 0 * Regressor.forward(self, **batch).loss
-        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(loss, PerSample(per_sample.detach()))
 
 
 @register_model("single_own_draw")
@@ -164,7 +164,7 @@ class Encoding(Regressor):
         for block in self.blocks:
             x = x + F.gelu(block(x))
         per_sample = (self.head(x).squeeze(1).float() - conditions["target"]).square()
-        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach()))
 
 
 @register_dataset("single_rows")

@@ -37,7 +37,8 @@ class WatchedSpec(ModelSpec[Any]):
         return watched
 
     def was_read(self, field: str) -> bool:
-        return field in vars(self)["_read"]
+        """Whether anything read the field, by its name or with all others at once (a copy, say)."""
+        return not {field, "__dict__"}.isdisjoint(object.__getattribute__(self, "__dict__")["_read"])
 
     def __getattribute__(self, name: str) -> Any:
         # A copy by `dataclasses.replace` has no record; making it read every field of this one.
@@ -58,9 +59,12 @@ def check_model_options(bound: BoundConfig, specs: Mapping[str, WatchedSpec]) ->
         ConfigError: with the key.
     """
     for name, spec in bound.specs.items():
+        kind = bound.model_classes[name]
+        if not spec.meta_init and _overrides(kind, BaseModel, "from_pretrained"):
+            continue  # what it reads there isn't known before the run
         for option in MODEL_OPTIONS:
             if getattr(spec, option) is not None and not specs[name].was_read(option):
-                message = f"{bound.model_classes[name].__name__} doesn't read it, so it would change nothing"
+                message = f"{kind.__name__} doesn't read it, so it would change nothing"
                 raise ConfigError(f"{message}; leave it out", key=f"{spec.key}.{option}")
     if bound.task is None or any(spec.was_read("task") for spec in specs.values()):
         return

@@ -72,8 +72,8 @@ class PerSample:
 
     loss: Tensor
     """(B,) float32, weighted like the batch loss."""
-    sigma: Tensor
-    """(B,) float32 in [0, 1]."""
+    sigma: Tensor | None = None
+    """(B,) float32 in [0, 1]: noise levels; None for a model that has none."""
 
 
 @dataclass(frozen=True)
