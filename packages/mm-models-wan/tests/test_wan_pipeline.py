@@ -121,6 +121,12 @@ def test_an_experts_range_ends_at_the_models_boundary(tiny_wan: Path, expert: An
     assert stated == [0.9 if edge == 0.875 else edge for edge in expected]
 
 
+@pytest.mark.parametrize("other", [{}, {"noise_range": (0.1, 0.9)}])
+def test_a_boundary_that_nothing_reads_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"boundary: only read with expert \(high, low or both\)"):
+        Wan22Options(boundary=0.9, **other)
+
+
 def test_a_task_that_does_not_fit_the_weights_is_refused(tiny_wan: Path) -> None:
     """B090: both numbers and the folder."""
     with pytest.raises(ConfigError, match=r"36 channels.*transformer_2 takes 16") as caught:

@@ -8,12 +8,16 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
+from mm_trainer.commands.prepare import prepare
+from mm_trainer.config import load_config
 from mm_trainer.contracts import DatasetContext, InputSpec
 from mm_trainer.data import VideoDataset
 from mm_trainer.data.batch import to_pixels
+from mm_trainer.errors import ConfigError
 
 
 def grey(level: int, height: int, width: int) -> np.ndarray:
@@ -66,3 +70,14 @@ def test_vace_entries_share_one_view(tmp_path: Path) -> None:
     assert all(abs(source - clip - 5) < 3 for source, clip in shown), "the same five of twenty frames, 10 levels apart"
     assert second["reference_images"].shape == (0, 3, 48, 96)
     assert data.bucket(0) != data.bucket(1)
+
+
+def test_no_model_here_reads_what_it_adds() -> None:
+    """So it is refused before a run, in the training and the validation set."""
+    for section in ("dataset_param", "val_dataset_param"):
+        config = load_config("recipe:wan2_2/tiny_t2v", [f"data.{section}.processor=vace"])
+        with pytest.raises(
+            ConfigError, match="'vace' adds source_video, mask, reference_images, which no part"
+        ) as info:
+            prepare(config, 2, require_files=False)
+        assert info.value.key == f"data.{section}.processor"

@@ -89,6 +89,10 @@ class CfgContainer(ModelContainer):
 
     checkpoint_submodels = ("predictor",)
 
+    @classmethod
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: Options, task: str | None) -> None:
+        """Any task will do."""
+
     def forward(self, **batch: Any) -> ModelOutput:
         return self.get_sub_models()["predictor"](**batch)
 

@@ -237,10 +237,21 @@ def test_mixes_give_every_set_its_share(tmp_path: Path) -> None:
     assert plain.report.rows == 8
 
 
+def test_caption_options_need_captions(tmp_path: Path) -> None:
+    write_clip(tmp_path / "a.mp4", frames=20, height=48, width=64)
+    path = write_csv(tmp_path, [{"video": "a.mp4"}])
+    options = {"data_path": path, "num_frames": 5, "buckets": [[48, 64]]}
+    assert VideoDataset(options, DatasetContext(InputSpec(), None, seed=0)).load(0, 0)["caption"] == ""
+    for name, value in (("caption_dropout", 0.1), ("clean_text", "whitespace")):
+        with pytest.raises(DataError, match=rf"dataset_param\.{name}: .*metadata\.csv has no captions"):
+            VideoDataset(options | {name: value}, DatasetContext(InputSpec(), None, seed=0))
+
+
 class Neighbour:
     """A clip processor as a plugin brings it: a second clip of the row, and how many pictures there are."""
 
     columns = ("depth", "pictures")
+    entries = ("depth", "pictures")
 
     def group(self, counts: Mapping[str, int]) -> int:
         return counts["pictures"]

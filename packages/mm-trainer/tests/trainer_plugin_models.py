@@ -5,17 +5,28 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import mm_parallel
-from mm_trainer.contracts import BaseModel, DatasetContext, InputSpec, ModelContainer, ModelOutput, ModelSpec, Options
-from mm_trainer.contracts.pipeline import PerSample
+from mm_trainer.contracts import (
+    BaseModel,
+    DatasetContext,
+    ModelContainer,
+    ModelOutput,
+    ModelSpec,
+    Options,
+    Sampler,
+    SampleRequest,
+)
+from mm_trainer.contracts.pipeline import Batch, Conditions, PerSample
 from mm_trainer.randomness import draw_quantile, keyed_generator, keyed_uniform
 from mm_trainer.registry import register_container, register_dataset, register_model
 
@@ -36,9 +47,6 @@ class Regressor(BaseModel):
     def from_config(cls, spec: ModelSpec) -> Regressor:
         return cls()
 
-    def input_spec(self) -> InputSpec:
-        return InputSpec()
-
     def init_weights(self, init: Any, prefix: str = "") -> None:
         for name, parameter in self.named_parameters():
             init.normal_(parameter, prefix + name, std=0.5)
@@ -48,7 +56,7 @@ class Regressor(BaseModel):
         for block in self.blocks:
             x = x + F.gelu(block(x))
         per_sample = (self.head(x).squeeze(1) - target).square()
-        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach()))
 
 
 @register_model("single_plain")
@@ -166,6 +174,10 @@ class InfiniteRegressor(Regressor):
 STEPS = 1000
 
 
+class CardOptions(Options):
+    gain: float = 1.0
+
+
 @register_model("single_noised")
 class Noised(Regressor):
     """Its objective has discrete noise levels t of `STEPS`, and nothing else: a sample's loss is t · |head's bias|."""
@@ -184,7 +196,7 @@ class Noised(Regressor):
     def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
         per_sample = self.levels(batch) * self.head.bias.abs()
         loss = per_sample.mean() + 0 * super().forward(**batch).loss
-        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(loss, PerSample(per_sample.detach()))
 
 
 @register_model("single_fresh")
@@ -198,7 +210,7 @@ class Fresh(Noised):
     def forward(self, **batch: Tensor) -> ModelOutput:  # type: ignore[override]
         per_sample = (1 - self.levels(batch) / STEPS * self.head.bias).square()
         loss = per_sample.mean() + 0 * Regressor.forward(self, **batch).loss
-        return ModelOutput(loss, PerSample(per_sample.detach(), torch.zeros_like(per_sample)))
+        return ModelOutput(loss, PerSample(per_sample.detach()))
 
 
 @register_model("single_own_draw")
@@ -215,6 +227,38 @@ class Narrow(Regressor):
 
     def forward(self, ids: Tensor, target: Tensor, sample_key: Tensor) -> ModelOutput:  # type: ignore[override]
         return super().forward(ids, target, sample_key)
+
+
+class Card(Sampler[CardOptions]):
+    """Clips of one colour: how bright the head's bias is."""
+
+    fps = 8
+
+    def __init__(self, folder: Path, *, dtype: str, device: str, options: CardOptions) -> None:
+        weights = load_file(folder / "model.safetensors")
+        self.level, self.options = float(weights["head.bias"]), options
+
+    def __call__(self, request: SampleRequest) -> Tensor:
+        brightness = self.level * self.options.gain
+        return torch.full((3, request.frames, request.height, request.width), brightness)
+
+
+@register_model("single_encoding")
+class Encoding(Regressor):
+    """Its table, if frozen, makes conditions; it samples, too."""
+
+    sampler = Card
+
+    def prepare_conditions(self, batch: Batch) -> Conditions:
+        return {"features": self.table(batch["ids"]).mean(1), "target": batch["target"]}
+
+    def forward(self, **batch: Any) -> ModelOutput:  # type: ignore[override]
+        conditions = batch.get("conditions") or self.prepare_conditions(batch)
+        x = conditions["features"]
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        per_sample = (self.head(x).squeeze(1).float() - conditions["target"]).square()
+        return ModelOutput(per_sample.mean(), PerSample(per_sample.detach()))
 
 
 @register_dataset("single_rows")

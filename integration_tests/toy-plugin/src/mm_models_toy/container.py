@@ -1,6 +1,9 @@
 """Which sub-models belong together."""
 
-from mm_trainer.contracts import ModelContainer
+from collections.abc import Mapping
+
+from mm_trainer.contracts import ModelContainer, ModelSpec
+from mm_trainer.errors import ConfigError
 from mm_trainer.pipelines.flow_match import FlowMatchOptions
 
 
@@ -10,3 +13,8 @@ class ToyContainer(ModelContainer[FlowMatchOptions]):
 
     checkpoint_submodels = ("predictor",)
     pipeline_id = "toy_flow"
+
+    @classmethod
+    def validate_specs(cls, specs: Mapping[str, ModelSpec], options: FlowMatchOptions, task: str | None) -> None:
+        if task not in (None, "t2v"):
+            raise ConfigError(f"task {task!r} is not t2v, the only one here", key="model.task")

@@ -121,9 +121,6 @@ class ToyPredictor(BaseModel):
         shapes = cls.read_architecture(spec)
         return cls(shapes["width"], shapes["heads"], shapes["layers"])
 
-    def input_spec(self) -> InputSpec:
-        return InputSpec()
-
     def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

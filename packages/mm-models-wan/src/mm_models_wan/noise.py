@@ -65,7 +65,7 @@ def single_range(options: Wan22Options, predictor: WanPredictor) -> NoiseRange:
     if options.expert in ("high", "low"):
         _warn_if_sibling(options.expert, predictor)
         return expert_range(options.expert, find_boundary(options, predictor))
-    boundary = options.boundary or release.boundary
+    boundary = release.boundary
     if boundary is not None:
         mine = f" (by its folder, these weights are the {release.expert} one)" if release.expert else ""
         logger.warning(

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mm_models_wan.schedule import WanSchedulerOptions, checked_range
 from mm_trainer.contracts import Options as BaseOptions
+from mm_trainer.errors import FieldError
 from mm_trainer.pipelines.schedule import NoiseRange
 
 TASKS = ("t2v", "i2v", "ti2v")
@@ -44,4 +45,6 @@ class Wan22Options(BaseOptions):
     def _check_expert(self) -> Wan22Options:
         if self.expert is not None and self.noise_range is not None:
             raise ValueError("expert and noise_range both state the noise range; give one of them")
+        if self.boundary is not None and self.expert is None:
+            raise FieldError("boundary", "only read with expert (high, low or both), which isn't given")
         return self

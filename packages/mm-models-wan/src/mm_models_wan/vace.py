@@ -16,9 +16,11 @@ from mm_trainer.data.batch import to_pixels
 
 
 class VaceProcessor:
-    """``processor: vace`` of the ``video`` data set."""
+    """``processor: vace`` of the ``video`` data set, for a model whose ``clip_entries`` name what it adds; no model of
+    this package does."""
 
     columns = ("source", "mask", "reference")
+    entries = ("source_video", "mask", "reference_images")
 
     def group(self, counts: Mapping[str, int]) -> int:
         """The number of reference images: tensors of one micro-batch have one shape."""

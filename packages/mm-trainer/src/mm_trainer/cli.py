@@ -97,7 +97,8 @@ def cache(
     max_restarts: MaxRestarts = 0,
     variants: Annotated[int, typer.Option(min=1, help="Crops and captions per sample of the training set.")] = 1,
 ) -> None:
-    """Run the frozen encoders over the data sets once and keep their output in data.cache."""
+    """Run the frozen encoders, or a single model's prepare_conditions, over the data sets once; their output is kept
+    in data.cache."""
     from mm_trainer.commands.job import Job, run_job
     from mm_trainer.launch.plan import launch_plan
 
@@ -120,11 +121,14 @@ def _make_cache_folder(config: TrainerConfig) -> None:
 @app.command()
 def sample(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A run, one of its iterations, or a pipeline folder.")
+        Path, typer.Argument(metavar="SOURCE", help="A run, one of its iterations, or a pipeline or model folder.")
     ],
     prompt: Annotated[list[str] | None, typer.Option(help="What to show; may be given several times.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the clips.")] = Path("samples"),
-    base: Annotated[Path | None, typer.Option(help="For a run: the pipeline folder that it was trained from.")] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="For a run: the pipeline folder that it was trained from; a single model may do without."),
+    ] = None,
     height: Annotated[int, typer.Option(min=1)] = 480,
     width: Annotated[int, typer.Option(min=1)] = 832,
     frames: Annotated[int, typer.Option(min=1)] = 81,
@@ -134,21 +138,24 @@ def sample(
     seed: Annotated[int, typer.Option(help="Of the first clip; the next ones count on.")] = 0,
     image: Annotated[Path | None, typer.Option(help="First frame, for models that take one.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="Last frame, for models that take one.")] = None,
-    container: Annotated[str | None, typer.Option(help="The model's container; a run says it itself.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "--container", help="The container, or the single model; a run says it itself."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of this model alone, see --options.")
     ] = None,
     options: Annotated[bool, typer.Option("--options", help="List the options of SOURCE's model instead.")] = False,
 ) -> None:
-    """Make clips from a run's newest checkpoint, or from a pipeline folder."""
+    """Make clips from a run's newest checkpoint, or from a folder of weights."""
     from mm_trainer.commands.sample import describe_options, sampler_of
     from mm_trainer.commands.sample import sample as run_sampling
     from mm_trainer.contracts.sampling import SampleRequest
     from mm_trainer.launch.process import set_up_logging
 
     if options:
-        print("\n".join(describe_options(sampler_of(source, container))))
+        print("\n".join(describe_options(sampler_of(source, model))))
         return
     if not prompt:
         raise InputError("--prompt is missing: what the clip is to show")
@@ -167,7 +174,7 @@ def sample(
     set_up_logging(rank=0)
     requests = [replace(first, prompt=text, seed=seed + number) for number, text in enumerate(prompt)]
     for clip in run_sampling(
-        source, requests, output=output, base=base, container=container, dtype=dtype, options=option or []
+        source, requests, output=output, base=base, model=model, dtype=dtype, options=option or []
     ):
         print(clip)
 

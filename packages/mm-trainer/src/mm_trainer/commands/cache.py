@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mm_parallel import ParallelMesh, reset_frozen
 from mm_trainer.commands.prepare import Prepared
+from mm_trainer.config import BoundConfig
 from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.pipeline import Conditions, PreparesConditions
 from mm_trainer.contracts.step import StepContext
-from mm_trainer.data.batch import to_device
+from mm_trainer.data.batch import Batch, to_device
 from mm_trainer.data.cache.recipe import make_cache
 from mm_trainer.data.cache.writer import CacheReport
-from mm_trainer.engine.build import build_model
+from mm_trainer.engine.build import BuiltModel, build_model
 from mm_trainer.errors import ConfigError
 from mm_trainer.launch.process import pick_device, process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
@@ -53,32 +56,29 @@ def write_caches(prepared: Prepared, mesh: ParallelMesh, variants: int = 1) -> d
     """Build the encoders only (what is trained stays on meta) and write the caches; the process group is initialised.
 
     Raises:
-        ConfigError: no folder is named, or the model has no encoders of its own.
+        ConfigError: no folder is named, or the model makes no conditions.
     """
     config, bound = prepared.config, prepared.bound
     if config.data.cache is None:
         raise ConfigError("names no folder to write to", key="data.cache")
-    encoders = bound.frozen
+    single = bound.container_class is None
     built = build_model(
-        bound,
+        _conditions_only(bound) if single else bound,
         mesh,
-        structure=prepared.structure,
+        structure=None if single else prepared.structure,
         plan=config.parallel.fsdp_plan,
         features=config.features,
         seed=config.training.seed,
-        unused=[name for name in bound.specs if name not in encoders],
+        unused=() if single else [name for name in bound.specs if name not in bound.frozen],
     )
-    container = built.model
-    if not isinstance(container, ModelContainer) or container.pipeline is None or not encoders:
-        raise ConfigError("there is nothing to cache: no sub-model is frozen, or there is no pipeline", key="model")
-    pipeline = container.pipeline
+    prepare_conditions = _maker(built, bound)
 
     @torch.no_grad()
     def encode(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
         seed_generators(config.training.seed, "conditions", int(batch["sample_key"][0]), mesh.device)
-        conditions = pipeline.prepare_conditions(built.sub_models, StepContext(), to_device(batch, mesh.device))
-        for name in encoders:
-            reset_frozen(built.sub_models[name])
+        conditions = prepare_conditions(to_device(batch, mesh.device))
+        for encoder in built.frozen:
+            reset_frozen(encoder)
         return {name: value.cpu() for name, value in conditions.items()}
 
     said = time.monotonic()
@@ -89,4 +89,37 @@ def write_caches(prepared: Prepared, mesh: ParallelMesh, variants: int = 1) -> d
             said = time.monotonic()
             log.info("%d of %d micro-batches of this rank encoded", done, total)
 
-    return make_cache(config, bound, mesh, encode, container.input_spec(), variants=variants, progress=progress)
+    return make_cache(config, bound, mesh, encode, built.model.input_spec(), variants=variants, progress=progress)
+
+
+def _maker(built: BuiltModel, bound: BoundConfig) -> Callable[[Batch], Conditions]:
+    """What makes the conditions of a batch on the device."""
+    model = built.model
+    if not isinstance(model, ModelContainer):
+        model.eval()
+        return lambda batch: cast("Conditions", model(**batch))
+    pipeline = model.pipeline
+    if pipeline is None or not bound.frozen:
+        raise ConfigError("there is nothing to cache: no sub-model is frozen, or there is no pipeline", key="model")
+    return lambda batch: pipeline.prepare_conditions(built.sub_models, StepContext(), batch)
+
+
+def _conditions_only(bound: BoundConfig) -> BoundConfig:
+    """With a frozen single model whose forward makes its conditions: FSDP2, and the casts, act in forwards only."""
+    ((name, kind),) = bound.model_classes.items()
+    if not issubclass(kind, PreparesConditions):
+        raise ConfigError(
+            f"there is nothing to cache: {kind.__name__} has no prepare_conditions, which a model without a container "
+            "makes its conditions by",
+            key="model",
+        )
+
+    def forward(self: Any, **batch: Any) -> Conditions:
+        conditions: Conditions = self.prepare_conditions(batch)
+        return conditions
+
+    return replace(
+        bound,
+        model_classes={name: type(kind.__name__, (kind,), {"forward": forward})},
+        specs={name: replace(bound.specs[name], freeze=True)},
+    )

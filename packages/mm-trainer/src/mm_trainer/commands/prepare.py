@@ -79,6 +79,7 @@ def prepare(config: TrainerConfig, world_size: int, *, require_files: bool = Tru
 
 
 def _checked(prepared: Prepared) -> Prepared:
+    from mm_trainer.commands.unread import check_conditions, check_data_options
     from mm_trainer.contracts.spec import InputSpec
 
     config, bound, notes = prepared.config, prepared.bound, list(prepared.notes)
@@ -86,16 +87,22 @@ def _checked(prepared: Prepared) -> Prepared:
     if structure is not None:
         _check_patterns(config, bound, structure)
         _check_context_parallel(config, structure)
+    check_conditions(config, bound)
     _check_data(bound, InputSpec() if structure is None else structure.model.input_spec())
+    check_data_options(bound)
     return replace(prepared, structure=structure, notes=tuple(notes))
 
 
 def _build_if_known(bound: BoundConfig, notes: list[str], *, seed: int) -> BuiltModel | None:
     """The structure; None, and a note, where shapes aren't known on this machine."""
+    from mm_trainer.commands.unread import WatchedSpec, check_model_options
     from mm_trainer.engine.build import build_structure
 
+    watched = {name: WatchedSpec.of(spec) for name, spec in bound.specs.items()}
     try:
-        return build_structure(bound, seed=seed)
+        structure = build_structure(replace(bound, specs=watched), seed=seed)
+        check_model_options(bound, watched)
+        return replace(structure, specs={prefix: bound.specs[s.name] for prefix, s in structure.specs.items()})
     except ConfigError as error:
         unknown = _unknown_shapes(error, bound)
         if unknown is None:

@@ -17,6 +17,8 @@ from mm_checkpoint import export
 from mm_parallel import default_device_type
 from mm_trainer import registry
 from mm_trainer.config import load_config
+from mm_trainer.contracts.container import ModelContainer
+from mm_trainer.contracts.model import BaseModel
 from mm_trainer.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from mm_trainer.contracts.spec import Options
 
 INDEX = "model_index.json"
+Owner = BaseModel | ModelContainer
 
 
 def sample(
@@ -32,18 +35,20 @@ def sample(
     *,
     output: Path,
     base: Path | None = None,
-    container: str | None = None,
+    model: str | None = None,
     dtype: str = "bf16",
     options: Sequence[str] = (),
 ) -> list[Path]:
     """Make one clip per request.
 
     Args:
-        source: a run's folder, one of its iterations, or a pipeline folder.
+        source: a run's folder, one of its iterations, or a pipeline folder; of a model without a container also that
+            model's folder.
         requests: what to make.
         output: folder of the clips; each has its number in its name, so none overwrites another.
-        base: the pipeline that a run's trained parts are put into; needed for a run.
-        container: whose sampler to use; by default that of the run's configuration, or the only one installed.
+        base: the pipeline that a run's trained parts are put into; needed for a run of a container.
+        model: the container, or the model without one, whose sampler to use; by default that of the run's
+            configuration, or the only container installed.
         dtype: of the large models.
         options: ``key=value`` for the sampler's own options, the value in YAML.
 
@@ -51,9 +56,10 @@ def sample(
         InputError: the source is neither, a base is missing, an option isn't the sampler's, or a request doesn't fit
             the model.
     """
-    kind = sampler_of(source, container)
+    owner = _owner(source, model)
+    kind = _sampler(owner, source, model)
     settings = parse_options(kind, options)
-    with _pipeline_folder(source, base) as folder:
+    with _pipeline_folder(source, base, alone=issubclass(owner, BaseModel)) as folder:
         sampler = kind(folder, dtype=dtype, device=default_device_type(), options=settings)
         output.mkdir(parents=True, exist_ok=True)
         clips = []
@@ -64,17 +70,13 @@ def sample(
     return clips
 
 
-def sampler_of(source: Path, container: str | None = None) -> type[Sampler[Any]]:
+def sampler_of(source: Path, model: str | None = None) -> type[Sampler[Any]]:
     """The sampler of a source's model.
 
     Raises:
-        InputError: the source doesn't say which model it is, or its container has no sampler.
+        InputError: the source doesn't say which model it is, or that one has no sampler.
     """
-    name = container or _container_of(source)
-    kind = registry.load_container(name).sampler
-    if kind is None:
-        raise InputError(f"the container {name} has no sampler")
-    return kind
+    return _sampler(_owner(source, model), source, model)
 
 
 def describe_options(kind: type[Sampler[Any]]) -> list[str]:
@@ -109,27 +111,45 @@ def parse_options(kind: type[Sampler[Any]], pairs: Sequence[str]) -> Options:
 
 
 @contextmanager
-def _pipeline_folder(source: Path, base: Path | None) -> Iterator[Path]:
-    if (source / INDEX).is_file():
+def _pipeline_folder(source: Path, base: Path | None, *, alone: bool) -> Iterator[Path]:
+    """The folder to sample from; ``alone``: the model needs no pipeline around it."""
+    if (source / INDEX).is_file() or (alone and (source / "config.json").is_file()):
         yield source
         return
-    if base is None:
+    if base is None and not alone:
         raise InputError(f"{source} has no {INDEX}; if it is a run, name the pipeline that it was trained from: --base")
     with tempfile.TemporaryDirectory(prefix="mm_trainer_sample_") as folder:
         pipeline = Path(folder) / "pipeline"
-        export(source, pipeline, base=base, link=True)
-        yield pipeline
+        exported = export(source, pipeline, base=base, link=True)
+        yield pipeline if base is not None else exported[0]
 
 
-def _container_of(source: Path) -> str:
+def _sampler(owner: type[Owner], source: Path, name: str | None) -> type[Sampler[Any]]:
+    if owner.sampler is None:
+        what = "model" if issubclass(owner, BaseModel) else "container"
+        raise InputError(f"{source}: the {what} {name or owner.__name__} has no sampler")
+    return owner.sampler
+
+
+def _owner(source: Path, name: str | None) -> type[Owner]:
+    """The class that names the sampler: of the name given, of a run's configuration, or the only container."""
     for folder in (source, source.parent):
         config = folder / "config.resolved.yaml"
         if config.is_file():
-            return load_config(str(config)).model.model_id
-    names = list(registry.installed(registry.CONTAINERS))
-    if len(names) != 1:
-        raise InputError(f"{source} doesn't say which model it is; name one with --container: {', '.join(names)}")
-    return names[0]
+            loaded = load_config(str(config))
+            for module in loaded.training.plugin:
+                registry.import_plugin(module)
+            if name is None:
+                load = registry.load_model if loaded.model.models is None else registry.load_container
+                return load(loaded.model.model_id)
+            break
+    containers = registry.installed(registry.CONTAINERS)
+    if name is None:
+        if len(containers) != 1:
+            raise InputError(f"{source} doesn't say which model it is; name one with --model: {', '.join(containers)}")
+        (name,) = containers
+    single = name not in containers and name in registry.installed(registry.MODELS)
+    return registry.load_model(name) if single else registry.load_container(name)
 
 
 def write_clip(path: Path, clip: Tensor, *, fps: int) -> None:

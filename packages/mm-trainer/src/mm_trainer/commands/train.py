@@ -17,6 +17,7 @@ from mm_checkpoint import CheckpointManager
 from mm_parallel import ParallelMesh, accelerator
 from mm_trainer.commands.env import environment_report
 from mm_trainer.commands.prepare import Prepared
+from mm_trainer.commands.unread import check_conditions
 from mm_trainer.config import ResolvedConfig, TrainingConfig, dump_resolved
 from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.pipeline import Conditions
@@ -30,7 +31,6 @@ from mm_trainer.engine.conditions import ConditionBatcher
 from mm_trainer.engine.loop import Services, TrainEngine
 from mm_trainer.engine.signals import RequestWatcher
 from mm_trainer.engine.stepping import Stepping
-from mm_trainer.errors import ConfigError
 from mm_trainer.launch.process import pick_device, process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
 from mm_trainer.metrics.profiling import ProfileWindows
@@ -117,7 +117,7 @@ def make_engine(prepared: Prepared, mesh: ParallelMesh, *, dry_run: bool = False
         mesh=mesh,
         config=training,
         learning_rate=learning_rate,
-        batches=_batches(loader, built, config, mesh, context),
+        batches=_batches(loader, built, prepared, mesh, context),
         services=services,
         progress=progress,
         last_step=progress.step + 1 if dry_run else learning_rate.total_steps,
@@ -281,17 +281,17 @@ def _make_profiles(
 
 
 def _batches(
-    loader: BatchLoader, built: BuiltModel, config: ResolvedConfig, mesh: ParallelMesh, context: StepContext
+    loader: BatchLoader, built: BuiltModel, prepared: Prepared, mesh: ParallelMesh, context: StepContext
 ) -> Iterator[Batch]:
-    training = config.training
-    if training.condition_mbs == 1 or config.data.cache is not None:  # cached batches bring their conditions along
+    config, training = prepared.config, prepared.config.training
+    if config.data.cache is not None and training.condition_mbs > 1:
+        log.info("training.condition_mbs is not used: the conditions come from data.cache")
+    if training.condition_mbs == 1 or config.data.cache is not None:
         return iter(loader)
-    pipeline = built.model.pipeline if isinstance(built.model, ModelContainer) else None
-    if pipeline is None:
-        raise ConfigError(
-            "conditions are made by a container's pipeline, and this model has none: leave it at 1",
-            key="training.condition_mbs",
-        )
+    check_conditions(config, prepared.bound)
+    assert isinstance(built.model, ModelContainer)
+    pipeline = built.model.pipeline
+    assert pipeline is not None
 
     def prepare(batch: Batch) -> Conditions:
         seed_generators(training.seed, "conditions", int(batch["sample_key"][0]), mesh.device)

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from mm_trainer.contracts.dataset import DatasetContext, DatasetFactory, MapDataset
     from mm_trainer.contracts.model import DTYPES, BaseModel, Tokenizer
     from mm_trainer.contracts.optimizer import OptimizerFactory, OptimizerRequest, ShardedOptimizer
-    from mm_trainer.contracts.pipeline import GenerativePipeline, ModelOutput, NoisedInputs, PerSample, component
+    from mm_trainer.contracts.pipeline import (
+        GenerativePipeline,
+        ModelOutput,
+        NoisedInputs,
+        PerSample,
+        PreparesConditions,
+        component,
+    )
     from mm_trainer.contracts.sampling import Sampler, SampleRequest
     from mm_trainer.contracts.spec import InputSpec, ModelSpec, NoOptions, Options
     from mm_trainer.contracts.step import StepContext
@@ -37,6 +44,7 @@ _HOME = {
     "OptimizerRequest": "optimizer",
     "Options": "spec",
     "PerSample": "pipeline",
+    "PreparesConditions": "pipeline",
     "SampleRequest": "sampling",
     "Sampler": "sampling",
     "ShardedOptimizer": "optimizer",
@@ -65,6 +73,7 @@ __all__ = [
     "OptimizerRequest",
     "Options",
     "PerSample",
+    "PreparesConditions",
     "SampleRequest",
     "Sampler",
     "ShardedOptimizer",

@@ -45,6 +45,12 @@ class ClipProcessor(Protocol):
         identity."""
         ...
 
+    @property
+    def entries(self) -> Sequence[str]:
+        """Names of what `process` adds. A run whose model reads none of them (``clip_entries`` of the pipeline, the
+        container or the single model) is refused."""
+        ...
+
     def group(self, counts: Mapping[str, int]) -> Hashable:
         """What samples of one micro-batch must have in common besides their size.
 
@@ -54,7 +60,7 @@ class ClipProcessor(Protocol):
         ...
 
     def process(self, video: Tensor, files: ClipFiles) -> Mapping[str, Tensor]:
-        """The entries to add.
+        """The entries to add, all that `entries` names and no others.
 
         Args:
             video: (3, F, H, W) uint8, the clip itself; see [Note: pixels] in `mm_trainer.data.batch`.

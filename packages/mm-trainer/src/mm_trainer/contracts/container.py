@@ -35,6 +35,8 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
     condition_options: ClassVar[tuple[str, ...] | None] = None
     """Those of the options that change what the frozen encoders make, so that a cache made with others is stale; None:
     all of them."""
+    clip_entries: ClassVar[tuple[str, ...]] = ()
+    """Which entries of clip processors (`ClipProcessor.entries`) its own forward reads; a pipeline states its own."""
     wraps_root: ClassVar[bool] = False
     """True: the container is one FSDP root. False: it isn't wrapped, and every sub-model is a root of its own."""
     alternation: Alternation | None = None
@@ -66,7 +68,11 @@ class ModelContainer(nn.Module, TakesOptions[OptionsT]):
 
     @classmethod
     def validate_specs(cls, specs: Mapping[str, ModelSpec], options: OptionsT, task: str | None) -> None:
-        """Check what only this container can know (roles present, task known); raise `ConfigError`."""
+        """Check what only this container can know (roles present, task known); raise `ConfigError`.
+
+        Where this isn't overridden, the pipeline doesn't look at tasks and no component reads ``spec.task``, a
+        configuration that states a task is refused.
+        """
 
     def get_sub_models(self) -> dict[str, BaseModel]:
         """Name → component, in the order of the configuration."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mm_checkpoint import LoadReport, WeightSource, get_key_map, load_weights
 from mm_parallel import ContextParallel, KeyedInitializer
 from mm_trainer.contracts.options import TakesOptions
+from mm_trainer.contracts.sampling import Sampler
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, OptionsT
 from mm_trainer.errors import ConfigError
 
@@ -35,6 +36,10 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     (``cast_forward_inputs=False``: it would round timesteps and rotary tables as well). Its caller can't do that: any
     module may be a unit, whose weights have the compute dtype only while its own forward runs.
 
+    A model that is trained without a container computes its loss itself, from ``**batch`` (see `Batch`); all randomness
+    of a sample is keyed by ``spec.seed`` and ``batch["sample_key"]`` (`mm_trainer.randomness`). It may offer conditions
+    to cache, see `PreparesConditions`.
+
     A model with keys of its own derives from ``BaseModel[MyOptions]``; its ``spec.options`` is then a ``MyOptions``.
     """
 
@@ -46,6 +51,12 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
     splits_sequence: ClassVar[bool] = False
     """True: its forward splits the sequence by :attr:`context_parallel`. A trained model that doesn't is refused under
     context parallelism, where the ranks of a group would all compute the same."""
+
+    clip_entries: ClassVar[tuple[str, ...]] = ()
+    """A single model: which entries of clip processors (`ClipProcessor.entries`) its forward reads."""
+
+    sampler: ClassVar[type[Sampler[Any]] | None] = None
+    """A single model: makes clips for `mm-trainer sample`; optional."""
 
     context_parallel: ContextParallel
 
@@ -170,10 +181,9 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
 
     # --- what data, metrics and the parallel layer ask ------------------------------------------------------------
 
-    @abstractmethod
     def input_spec(self) -> InputSpec:
-        """This model's part of the rules for its input."""
-        raise NotImplementedError(f"{type(self).__qualname__} doesn't implement input_spec")
+        """This model's part of the rules for its input; by default it has none (any clip, no text length)."""
+        return InputSpec()
 
     def flops(self, shape: Sequence[int]) -> int:
         """Floating-point operations of one forward of one sample, multiply and add counted as two; 0: not counted.

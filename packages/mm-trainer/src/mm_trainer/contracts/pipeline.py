@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -53,14 +53,27 @@ def component(components: Components, role: str, kind: type[ModelT]) -> ModelT:
     return model
 
 
+@runtime_checkable
+class PreparesConditions(Protocol):
+    """A single model, parts of which are frozen and make conditions, so that `mm-trainer cache` can keep them.
+
+    Its forward takes them as ``conditions``, and makes them itself in a batch without: one from the cache has nothing
+    else of what the data set yields.
+    """
+
+    def prepare_conditions(self, batch: Batch) -> Conditions:
+        """Without gradient and in eval mode; every entry has the batch dim first, and no row depends on another."""
+        ...
+
+
 @dataclass(frozen=True)
 class PerSample:
     """Detached per-sample figures for the logs."""
 
     loss: Tensor
     """(B,) float32, weighted like the batch loss."""
-    sigma: Tensor
-    """(B,) float32 in [0, 1]."""
+    sigma: Tensor | None = None
+    """(B,) float32 in [0, 1]: noise levels; None for a model that has none."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,10 @@ class GenerativePipeline(ABC, TakesOptions[OptionsT]):
 
     Options: ClassVar[type[BaseOptions]] = BaseOptions
     """What the container's options must be for this pipeline to read them."""
+    clip_entries: ClassVar[tuple[str, ...]] = ()
+    """Which entries of clip processors (`ClipProcessor.entries`) it reads."""
+    reads_task: ClassVar[bool] = True
+    """False: `build` ignores the task, whatever it is."""
 
     @classmethod
     @abstractmethod

@@ -31,13 +31,14 @@ class SampleRequest:
 
 
 class Sampler(TakesOptions[OptionsT]):
-    """Makes clips from a pipeline folder; a container names its class.
+    """Makes clips from a pipeline folder; a container, or a model without one, names its class.
 
     Its type argument, as in ``Sampler[MyOptions]``, says what `mm-trainer sample --option KEY=VALUE` may set; the
     docstrings of the fields are shown by ``--options``.
 
     Args:
-        folder: a complete pipeline, such as an exported one.
+        folder: a complete pipeline, such as an exported one; of a model without a container also that model's own
+            folder, where no pipeline is named.
         dtype: fp32, bf16 or fp16, of the large models.
         device: where to compute.
         options: settings that only this family has, an instance of its options class.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm_trainer.data.batch import Batch
+from mm_trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class ConditionBatcher:
     def __iter__(self) -> Iterator[Batch]:
         source = iter(self._batches)
         while window := list(islice(source, self._every)):
+            if "conditions" in window[0]:
+                raise ConfigError(
+                    "the data set brings its conditions along, so none are made here: leave it at 1",
+                    key="training.condition_mbs",
+                )
             for batch, conditions in zip(window, self._conditions(window), strict=True):
                 yield {**batch, "conditions": conditions}
 

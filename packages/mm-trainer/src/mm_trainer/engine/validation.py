@@ -143,6 +143,8 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
     """Equal bit for bit, NaN included."""
+    if one is None or other is None:
+        return one is other
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -48,7 +48,7 @@ class LogWindow:
         self._samples += samples
         self._tokens += output.tokens
         self._flops += output.flops
-        if output.per_sample is not None:
+        if output.per_sample is not None and output.per_sample.sigma is not None:
             index = (output.per_sample.sigma * SIGMA_BUCKETS).long().clamp(0, SIGMA_BUCKETS - 1)
             loss = output.per_sample.loss.float()
             finite = torch.isfinite(loss)

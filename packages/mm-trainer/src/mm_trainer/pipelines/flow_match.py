@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from mm_trainer.contracts.pipeline import (
@@ -24,6 +24,7 @@ from mm_trainer.contracts.pipeline import (
 )
 from mm_trainer.contracts.spec import Options, OptionsT
 from mm_trainer.contracts.step import StepContext
+from mm_trainer.errors import FieldError
 from mm_trainer.pipelines.schedule import ContinuousSchedule, NoiseLevel, NoiseRange, NoiseSchedule
 from mm_trainer.randomness import draw_quantile, keyed_normal
 
@@ -37,6 +38,14 @@ class SchedulerOptions(Options):
     shift: float = Field(default=1.0, gt=0)
     mean: float = 0.0
     std: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.preset != "logit_normal" and (self.mean, self.std) != (0.0, 1.0):
+            raise FieldError(
+                "mean" if self.mean else "std", f"only read by preset logit_normal, and it is {self.preset}"
+            )
+        return self
 
 
 class FlowMatchOptions(Options):
@@ -122,6 +131,8 @@ class FlowMatching(GenerativePipeline[OptionsT]):
 
 class FlowMatchPipeline(FlowMatching[FlowMatchOptions]):
     """`FlowMatching` unchanged, with the schedule that `FlowMatchOptions` state."""
+
+    reads_task = False
 
     @classmethod
     def build(cls, *, options: FlowMatchOptions, components: Components, task: str | None, seed: int) -> Self:

@@ -125,7 +125,9 @@ def cache_settings(
         # Compare what the tokenizer does, not where it lies: folders move, and cleaning isn't in its files.
         ids = tokenizer([PROBE])["prompt_ids"].numpy().tobytes()
         probe = hashlib.blake2b(ids, digest_size=8).hexdigest()
-    encoders = {name: _encoder_settings(spec, folder) for name, spec in bound.specs.items() if spec.freeze is True}
+    # A single model's encoders are parts of it.
+    single = bound.container_class is None
+    encoders = {n: _encoder_settings(spec, folder) for n, spec in bound.specs.items() if single or spec.freeze is True}
     return {"data": data, "tokens": probe, "encoders": encoders, "task": bound.task, "container": _container(bound)}
 
 

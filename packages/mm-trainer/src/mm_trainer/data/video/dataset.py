@@ -65,6 +65,7 @@ class VideoDataset:
         self.table = read_table(
             self.options.data_path, require_caption=context.tokenizer is not None, paths=self._columns
         )
+        self._check_captions()
         path = self.options.data_path
         self.folder = self.options.data_folder or (path if path.is_dir() else path.parent)
         self.report = DataReport(rows=len(self.table))
@@ -90,10 +91,24 @@ class VideoDataset:
         if options.processor is not None:
             registry.load_clip_processor(options.processor)
 
+    @staticmethod
+    def optional_entries(params: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Option → entries of a sample that it adds for a model which declares that it reads them."""
+        name = params.get("processor")
+        return {} if name is None else {"processor": tuple(registry.load_clip_processor(name).entries)}
+
     @property
     def _columns(self) -> tuple[str, ...]:
         """Further columns of paths."""
         return () if self.processor is None else tuple(self.processor.columns)
+
+    def _check_captions(self) -> None:
+        """Refuse what is to be done with captions where there are none."""
+        if "caption" in self.table.texts:
+            return
+        for name in ("caption_dropout", "clean_text"):
+            if getattr(self.options, name):
+                raise DataError(f"dataset_param.{name}: {self.options.data_path} has no captions, so it isn't read")
 
     def _assign_buckets(self, clips: ClipIndex) -> None:
         chooser, spec = make_chooser(self.options, self.context.input_spec), self.context.input_spec
@@ -161,7 +176,11 @@ class VideoDataset:
             tokens = self.context.tokenizer([sample["caption"]])
             sample |= {name: values[0] for name, values in tokens.items()}
         if self.processor is not None:
-            sample |= self.processor.process(video, files)
+            added = self.processor.process(video, files)
+            if set(added) != set(self.processor.entries):
+                name, stated = self.options.processor, sorted(self.processor.entries)
+                raise DataError(f"processor {name}: added {sorted(added)}, but its entries are {stated}")
+            sample |= added
         return sample
 
     def fingerprint(self, index: int) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mm_trainer import registry
 from mm_trainer.contracts.spec import InputSpec, Options
 from mm_trainer.data.video.buckets import Bucket, BudgetBuckets, FixedBuckets, check_bucket, parse_buckets
 from mm_trainer.data.video.captions import TextCleaning
-from mm_trainer.errors import DataError, PluginError
+from mm_trainer.errors import DataError, FieldError, PluginError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -46,6 +46,13 @@ class VideoOptions(Options):
     """Cleaning before the model's own tokenise step; see `mm_trainer.data.video.captions`."""
     processor: str | None = None
     """Name in the entry-point group mm_trainer.clip_processors: adds a model family's own entries to each sample."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        default = type(self).model_fields["aspect_tolerance"].default
+        if self.buckets is not None and self.aspect_tolerance != default:
+            raise FieldError("aspect_tolerance", "only read with max_pixels, and buckets are given")
+        return self
 
     @field_validator("processor")
     @classmethod
