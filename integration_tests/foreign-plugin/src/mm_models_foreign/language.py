@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -25,6 +26,11 @@ class WrappedGPT2(BaseModel):
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
         return cls(GPT2Config(**cls.read_architecture(spec)))
+
+    @classmethod
+    def architecture_fields(cls) -> Collection[str]:
+        """Those of transformers."""
+        return GPT2Config().to_dict().keys()
 
     @classmethod
     def export_config(cls, spec: ModelSpec) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal, Self
 
@@ -90,6 +90,10 @@ class WanPredictor(BaseModel[PredictorOptions]):
         shapes = {name: info.shape for name, info in opened.tensors.items()}
         opened.close()
         return infer_architecture(shapes)
+
+    @classmethod
+    def architecture_fields(cls) -> Collection[str]:
+        return WanArchitecture.keys()
 
     @classmethod
     def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:

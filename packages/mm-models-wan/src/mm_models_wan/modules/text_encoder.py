@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -57,6 +57,12 @@ class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         named = original_architecture(spec)
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
+
+    @classmethod
+    def architecture_fields(cls) -> Collection[str]:
+        from transformers import UMT5Config
+
+        return UMT5Config().to_dict().keys()
 
     @classmethod
     def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:

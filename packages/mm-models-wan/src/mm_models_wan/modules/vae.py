@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -56,6 +57,12 @@ class WanVideoVAE(BaseModel[VAEOptions]):
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         named = original_architecture(spec)
         return super().read_architecture(spec) if named is None else dict(cls.architectures[named])
+
+    @classmethod
+    def architecture_fields(cls) -> Collection[str]:
+        from diffusers import AutoencoderKLWan
+
+        return inspect.signature(AutoencoderKLWan.__init__).parameters.keys()
 
     @classmethod
     def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,12 @@ class WanArchitecture:
             fields["out_channels"] = fields.get("in_channels", cls.in_channels)
         return cls(**fields)
 
+    @classmethod
+    def keys(cls) -> frozenset[str]:
+        """What a ``config.json`` of either release may state."""
+        original = {*_ORIGINAL_KEYS, *_ORIGINAL_IGNORED, "dim", "num_heads"}
+        return frozenset({*cls.__dataclass_fields__, *original})
+
     def flops(self, shape: tuple[int, int, int, int]) -> int:
         """FLOPs of one forward of one sample of latents (C, F, H, W), multiply and add counted as two.
 

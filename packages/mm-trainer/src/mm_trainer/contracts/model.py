@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,7 +14,7 @@ from mm_parallel import ContextParallel, KeyedInitializer
 from mm_trainer.contracts.options import TakesOptions
 from mm_trainer.contracts.sampling import Sampler
 from mm_trainer.contracts.spec import InputSpec, ModelSpec, OptionsT
-from mm_trainer.errors import ConfigError
+from mm_trainer.errors import ConfigError, nearest
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -85,24 +85,25 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         return model
 
     @classmethod
+    def architecture_fields(cls) -> Collection[str]:
+        """Keys that shapes may have: by default all that a named architecture has. A class that hands them on to one
+        that exists already states that one's. Empty: not known, so that nothing can be refused."""
+        return {key for shapes in cls.architectures.values() for key in shapes}
+
+    @classmethod
     def read_architecture(cls, spec: ModelSpec) -> dict[str, Any]:
         """The model's shapes as written in a ``config.json``: from the weight folder, else from ``architecture``.
 
+        Keys of ``architecture`` that the folder doesn't state are added to what it states.
+
         Raises:
-            ConfigError: neither is there, the name is unknown, or both are there and disagree.
+            ConfigError: neither is there, the name is unknown, a key is unknown, or both are there and disagree.
         """
         where = f"{spec.key}.architecture"
-        named: dict[str, Any] | None = None
-        if isinstance(spec.architecture, str):
-            if spec.architecture not in cls.architectures:
-                known = ", ".join(sorted(cls.architectures)) or "none"
-                raise ConfigError(
-                    f"unknown architecture {spec.architecture!r}; {cls.__name__} knows: {known}", key=where
-                )
-            named = dict(cls.architectures[spec.architecture])
-        elif spec.architecture is not None:
-            named = dict(spec.architecture)
+        named = cls._named_architecture(spec.architecture, where)
         on_disk = spec.weights.config if spec.weights is not None else None
+        if isinstance(spec.architecture, Mapping):
+            cls._refuse_unknown(spec.architecture, on_disk or {}, where)
         if spec.weights is None or on_disk is None:
             if named is None:
                 raise ConfigError(
@@ -114,7 +115,26 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         if differing:
             listed = ", ".join(f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items())
             raise ConfigError(f"architecture disagrees with the weight folder {spec.weights.path}: {listed}", key=where)
-        return on_disk
+        # A name only says what is expected: its keys may be those of another form of the same file.
+        return {**on_disk, **named} if named is not None and isinstance(spec.architecture, Mapping) else on_disk
+
+    @classmethod
+    def _named_architecture(cls, architecture: str | Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+        if not isinstance(architecture, str):
+            return None if architecture is None else dict(architecture)
+        if architecture not in cls.architectures:
+            known = ", ".join(sorted(cls.architectures)) or "none"
+            raise ConfigError(f"unknown architecture {architecture!r}; {cls.__name__} knows: {known}", key=where)
+        return dict(cls.architectures[architecture])
+
+    @classmethod
+    def _refuse_unknown(cls, given: Mapping[str, Any], on_disk: Mapping[str, Any], where: str) -> None:
+        known = {*cls.architecture_fields(), *on_disk}
+        unknown = [key for key in given if known and key not in known and not key.startswith("_")]
+        if unknown:
+            close = nearest(unknown[0], known)
+            hint = f"did you mean {close}?" if close else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"{cls.__name__} has no such shape; {hint}", key=f"{where}.{unknown[0]}")
 
     @classmethod
     def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any] | None:
