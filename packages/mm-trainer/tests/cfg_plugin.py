@@ -17,6 +17,13 @@ from mm_trainer.errors import DataError
 from mm_trainer.registry import register_container, register_dataset, register_model
 
 
+class CastLinear(nn.Linear):
+    """Casts its own input, as a unit must."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 @register_model("cfg_model")
 class CfgModel(BaseModel):
     """Two linear layers; fails on demand."""
@@ -30,7 +37,7 @@ class CfgModel(BaseModel):
 
     def __init__(self, width: int, fail_rank: int | None, die_in_forward: int | None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.blocks = nn.ModuleList(CastLinear(width, width) for _ in range(2))
         self._fail_rank, self._die_in_forward = fail_rank, die_in_forward
         self._forwards = 0
 
@@ -58,7 +65,7 @@ class CfgModel(BaseModel):
                 os.kill(os.getpid(), signal.SIGKILL)
         x = batch["x"]
         for block in self.blocks:
-            x = block(x.to(block.weight.dtype))
+            x = block(x)
         return ModelOutput(loss=x.float().square().mean())
 
 

@@ -59,6 +59,7 @@ def figures(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("loss")}
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_without_a_pipeline_honours_the_quantile(run_ranks: Any, tmp_path: Path, ranks: int) -> None:
     """Losses at two quantiles of a loss that is t times a constant; training draws t by seed and sample."""

@@ -50,7 +50,7 @@ class Validation:
         self.model, self.mesh, self.quantiles, self.seed = model, mesh, quantiles, seed
         self._make_batches = batches
         self._follows: dict[str, bool] = {}
-        """View → whether the model's losses follow the quantile; without those that haven't been asked for good."""
+        """View → whether the model's losses follow the quantile, where that is settled."""
 
     @torch.no_grad()
     def measure(self, view: str = "", *, trained: bool = True) -> dict[str, float]:
@@ -76,23 +76,22 @@ class Validation:
     def _batches(self, view: str, *, trained: bool) -> tuple[Sequence[float], Iterable[Batch]]:
         """The quantiles to measure at, in ascending order, and the batches."""
         quantiles = sorted(set(self.quantiles))
-        follows = self._follows.get(view) if takes(self.model, "quantile") else False
-        if follows is not False:
-            batches = self._on_device(quantiles)
-            if follows:
-                return quantiles, batches
-            first = next(batches)
-            follows = self._follows_quantile(first)
-            if follows or trained:
-                self._follows[view] = follows
-            if follows:
-                return quantiles, chain([first], batches)
-            log.info(
-                "validation%s: the losses don't follow the batch's quantile, so there are no losses by quantile and "
-                "each sample is measured once (a model with noise levels takes them from "
-                "mm_trainer.randomness.draw_quantile)",
-                f" of {view}" if view else "",
-            )
+        if not takes(self.model, "quantile") or self._follows.get(view) is False:
+            return (), self._on_device(())
+        batches = self._on_device(quantiles)
+        if self._follows.get(view):
+            return quantiles, batches
+        first = next(batches)
+        follows = self._follows_quantile(first)
+        if follows or trained:
+            self._follows[view] = follows
+        if follows:
+            return quantiles, chain([first], batches)
+        log.info(
+            "validation%s: the losses don't follow the batch's quantile, so there are no losses by quantile and each "
+            "sample is measured once (a model with noise levels takes them from mm_trainer.randomness.draw_quantile)",
+            f" of {view}" if view else "",
+        )
         return (), self._on_device(())
 
     def _on_device(self, quantiles: Sequence[float]) -> Iterator[Batch]:
