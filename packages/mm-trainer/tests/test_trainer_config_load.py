@@ -430,3 +430,14 @@ def test_a_key_that_went_is_dropped_or_explained(tmp_path: Path) -> None:
     error = fails(tmp_path, text.replace("dcp", "hf"))
     assert (error.key, error.line) == ("training.save_format", line_of(text, "save_format"))
     assert "checkpoints are always DCP; other forms come from `mm-checkpoint export`" in error.message
+
+
+@pytest.mark.parametrize("place", ["  model_id: cfg_model\n", "      freeze: true\n"])
+def test_a_sub_model_stays_nowhere_but_where_its_inputs_are(tmp_path: Path, place: str) -> None:
+    """`skip_to_device` left a module on meta, or its inputs elsewhere."""
+    indent = " " * (len(place) - len(place.lstrip()))
+    text = (SINGLE if "model_id" in place else CONTAINER).replace(place, f"{place}{indent}skip_to_device: false\n", 1)
+    assert "skip_to_device" not in dump_resolved(resolve(load(tmp_path, text), 1))
+    error = fails(tmp_path, text.replace("skip_to_device: false", "skip_to_device: true"))
+    assert error.line == line_of(text, "skip_to_device")
+    assert "`cpu_offload` of its sub-plan keeps its weights on the host" in error.message

@@ -13,11 +13,16 @@ from torch import Tensor
 from mm_trainer.contracts import DatasetContext, Options
 
 
+class NumberedOptions(Options):
+    """Keys of ``data.dataset_param``."""
+
+    samples: int = 24
+
+
 class _Numbered:
     """What both have in common."""
 
-    class Options(Options):
-        samples: int = 24
+    Options = NumberedOptions
 
     def __init__(self, config: Mapping[str, Any], context: DatasetContext) -> None:
         self.samples = self.Options.model_validate(config).samples

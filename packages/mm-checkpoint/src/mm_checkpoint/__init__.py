@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mm_checkpoint._weights.sources import WeightSource, find_source, resolve_source, sniff_format
     from mm_checkpoint.config import WeightSourceConfig
     from mm_checkpoint.errors import BadInputError, CheckpointError
-    from mm_checkpoint.key_map import Concat, KeyMap, Split, Transpose, get_key_map, list_key_maps
+    from mm_checkpoint.key_map import Concat, KeyMap, Split, Transpose, get_key_map, list_key_maps, register_key_map
 
 _HOME = {
     "BadInputError": "errors",
@@ -45,6 +45,7 @@ _HOME = {
     "list_key_maps": "key_map",
     "load_weights": "_weights.load",
     "read_manifest": "_disk.manifest",
+    "register_key_map": "key_map",
     "resolve_source": "_weights.sources",
     "sniff_format": "_weights.sources",
     "source_digest": "_weights.identity",
@@ -73,6 +74,7 @@ __all__ = [
     "list_key_maps",
     "load_weights",
     "read_manifest",
+    "register_key_map",
     "resolve_source",
     "sniff_format",
     "source_digest",

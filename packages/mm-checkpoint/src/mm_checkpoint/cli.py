@@ -5,7 +5,9 @@ Nothing here imports torch, or anything that does, before a command needs it.
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ Destination = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="Element type for all floating tensors, such as bf16.")]
 Workers = Annotated[int, typer.Option(min=1, help="Files written at the same time.")]
+Plugin = Annotated[list[str] | None, typer.Option(metavar="MODULE", help="Import this first: it registers key maps.")]
 ShardSize = Annotated[str, typer.Option(help="Tensor data per file, such as 5GB or 500MiB.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one json object for scripts.")]
 
@@ -64,10 +67,13 @@ def convert(
     variant: Annotated[str | None, typer.Option(help="Which of several sets of files, such as fp16.")] = None,
     workers: Workers = 1,
     max_shard_size: ShardSize = "5GB",
+    plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Convert weights to another form, as a stream."""
     from mm_checkpoint._weights.convert import convert as run_convert
+
+    _import_plugins(plugin or [])
 
     with _progress("converting") as (on_start, on_bytes):
         done = run_convert(
@@ -112,10 +118,13 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The running averages instead of the weights.")] = False,
     max_shard_size: ShardSize = "5GB",
     workers: Workers = 1,
+    plugin: Plugin = None,
     as_json: Json = False,
 ) -> None:
     """Write the trained part of a run as model folders, guided by its manifest."""
     from mm_checkpoint._weights.export import export as run_export
+
+    _import_plugins(plugin or [])
 
     with _progress("exporting") as (on_start, on_bytes):
         written = run_export(
@@ -133,6 +142,17 @@ def export(
         )
     paths = [str(path) for path in written]
     typer.echo(json.dumps({"written": paths}) if as_json else "\n".join(paths))
+
+
+def _import_plugins(modules: list[str]) -> None:
+    """Modules that register key maps; they may be in the current folder."""
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise BadInputError(f"--plugin {module}: {type(error).__name__}: {error}") from error
 
 
 def main() -> None:

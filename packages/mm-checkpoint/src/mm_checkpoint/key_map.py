@@ -216,24 +216,48 @@ def _installed() -> dict[str, list[EntryPoint]]:
     return found
 
 
+_registered: dict[str, KeyMap] = {}
+"""Key maps of code that isn't packaged, by name."""
+
+
+def register_key_map(key_map: KeyMap) -> KeyMap:
+    """Offer a key map under its name in this process, for code that isn't packaged; a package has an entry point.
+
+    Returns:
+        the key map, so that the call may stand around its making.
+
+    Raises:
+        KeyMapError: a distribution offers another one under that name.
+    """
+    if key_map.name in _installed():
+        raise KeyMapError(f"key map {key_map.name!r} is installed already; give yours another name")
+    _registered[key_map.name] = key_map  # a module that is run again replaces its own
+    return key_map
+
+
 def list_key_maps() -> list[str]:
-    """Names of the installed key maps; imports none of them."""
-    return sorted(_installed())
+    """Names of the key maps that are installed or registered; imports none of them."""
+    return sorted({*_installed(), *_registered})
 
 
 def get_key_map(name: str) -> KeyMap:
-    """The key map that an installed distribution registered as ``name`` in group ``mm_checkpoint.key_maps``.
+    """The key map ``name``, registered in this process or by a distribution in group ``mm_checkpoint.key_maps``.
 
     Raises:
         KeyMapError: there is none, two distributions claim it, or it can't be imported.
     """
+    if name in _registered:
+        return _registered[name]
     installed = _installed()
     entries = {entry.value: entry for entry in installed.get(name, [])}
     if not entries:
         known = ", ".join(sorted(installed)) or "none"
         hint = nearest(name, installed)
         guess = f"; did you mean {hint[0]}?" if hint else ""
-        raise KeyMapError(f"no key map {name!r} in group {ENTRY_POINT_GROUP} (installed: {known}){guess}")
+        raise KeyMapError(
+            f"no key map {name!r} in group {ENTRY_POINT_GROUP} (installed: {known}){guess}; one that a module "
+            "registers is there once the module is imported (on the command line: --plugin MODULE)"
+        )
     if len(entries) > 1:
         owners = ", ".join(f"{entry.dist.name if entry.dist else '?'} ({value})" for value, entry in entries.items())
         raise KeyMapError(f"key map {name!r} is claimed by several distributions: {owners}")

@@ -200,7 +200,6 @@ class _Binder:
             freeze=sub.freeze,
             architecture=sub.architecture,
             attn_implementation=sub.attn_implementation,
-            skip_to_device=sub.skip_to_device,
             task=self._config.model.task,
             seed=self._config.training.seed,
             options=options,

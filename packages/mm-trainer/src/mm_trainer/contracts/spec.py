@@ -91,7 +91,6 @@ class ModelSpec(Generic[OptionsT]):
     freeze: bool | tuple[str, ...] = False
     architecture: str | Mapping[str, Any] | None = None
     attn_implementation: str | None = None
-    skip_to_device: bool = False
     task: str | None = None
     seed: int = 0
     """``training.seed``: with the ``sample_key`` of a batch the key of all randomness of a sample."""

@@ -126,7 +126,7 @@ def build_model(
         plan = replace(plan, output_dtype=None)  # what the only root returns is the loss, which stays float32
     report = parallelize(built.model, mesh=mesh, plan=plan, sub_models=built.roots)
     for name, model in components.items():
-        if name not in unused and not bound.specs[name].skip_to_device:
+        if name not in unused:
             # Only now, with the sharded layout in place: no rank allocates more than its shards.
             materialize(model, mesh.device)
     sources, loads = {}, {}

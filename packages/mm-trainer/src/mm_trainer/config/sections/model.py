@@ -46,8 +46,6 @@ class SubModelConfig(OpenSection):
     architecture: str | dict[str, Any] | None = None
     """Shapes by name or as in a config.json, where no weight folder is readable."""
     attn_implementation: str | None = None
-    skip_to_device: bool = False
-    """Leave it where it was built."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

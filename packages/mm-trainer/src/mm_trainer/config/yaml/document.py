@@ -15,9 +15,13 @@ from mm_trainer.errors import ConfigError, PluginError
 RECIPE = "recipe:"
 COMMAND_LINE = "command line"
 _ALIASES = {"checkpoint_format": "load_format", "hub_backend": "load_format"}
-_RETIRED = {
+_STAYED = "every sub-model is where its inputs are; `cpu_offload` of its sub-plan keeps its weights on the host"
+_RETIRED: dict[tuple[str, ...], tuple[Any, str]] = {
     ("training", "save_format"): ("dcp", "checkpoints are always DCP; other forms come from `mm-checkpoint export`"),
+    ("model", "skip_to_device"): (False, _STAYED),
+    ("model", "models", "*", "skip_to_device"): (False, _STAYED),
 }
+"""Path of a key that went → the only value that is still accepted, and what to say to others."""
 
 ReadRecipe = Callable[[str], str]
 """Recipe name → its YAML text."""
@@ -212,16 +216,24 @@ def _set(node: Node, path: KeyPath, new: Node, whole: KeyPath) -> Node:
 
 def _drop_retired(root: Node) -> Node:
     """Removed keys with the only value they had: resolved configurations of earlier versions contain them."""
-    for (section, key), (value, instead) in _RETIRED.items():
-        parent = root.value.get(section)
-        node = parent.child(key) if parent is not None else None
-        if parent is None or node is None:
-            continue
-        if node.value != value:
-            raise ConfigError(instead, key=f"{section}.{key}", file=node.file, line=node.line)
-        kept = {name: child for name, child in parent.value.items() if name != key}
-        root = replace(root, value={**root.value, section: replace(parent, value=kept)})
+    for path, (value, instead) in _RETIRED.items():
+        root = _drop(root, path, value, instead)
     return root
+
+
+def _drop(node: Node, path: tuple[str, ...], value: Any, instead: str, done: KeyPath = ()) -> Node:
+    if not isinstance(node.value, dict):
+        return node
+    children: dict[str, Node] = dict(node.value)
+    for name in [name for name in children if path[0] in (name, "*")]:
+        child = children[name]
+        if len(path) > 1:
+            children[name] = _drop(child, path[1:], value, instead, (*done, name))
+        elif child.value == value:
+            del children[name]
+        else:
+            raise ConfigError(instead, key=dotted((*done, name)), file=child.file, line=child.line)
+    return replace(node, value=children)
 
 
 def _rename_aliases(root: Node) -> Node:
