@@ -53,6 +53,10 @@ def test_a_key_that_the_folder_leaves_out_is_added() -> None:
     assert read(Named, {"heads": 2}, {"num_layers": 2}) == {"num_layers": 2, "heads": 2}
 
 
+def test_a_tuple_is_the_list_that_a_file_has() -> None:
+    assert read(Declared, {"num_layers": (1, 2)}, {"num_layers": [1, 2]}) == {"num_layers": (1, 2)}
+
+
 def test_a_name_is_compared_with_the_folder_and_adds_nothing() -> None:
     assert read(Named, "wide", {"num_layers": 2}) == {"num_layers": 2}
     with pytest.raises(ConfigError, match="disagrees with the weight folder folder: num_layers: 2 here, 3 there"):

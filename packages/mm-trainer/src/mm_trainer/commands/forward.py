@@ -233,7 +233,7 @@ def _cut_models(bound: BoundConfig) -> tuple[BoundConfig, tuple[str, ...]]:
         tiny = kind.tiny_architecture(kind.read_architecture(spec)) if _has_architecture(spec) else None
         if tiny is None:
             return bound, ()
-        specs[name] = replace(spec, architecture=tiny, weights=None, source=WeightSourceConfig())
+        specs[name] = replace(spec, architecture=tiny, weights=None, meta_init=True)
         if kind.init_weights is BaseModel.init_weights:
             classes[name] = _with_init(kind)
     return replace(bound, specs=specs, model_classes=classes), tuple(specs)

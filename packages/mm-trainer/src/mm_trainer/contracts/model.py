@@ -111,7 +111,8 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
                     key=where,
                 )
             return named
-        differing = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk and on_disk[k] != v}
+        both = {k: (v, on_disk[k]) for k, v in (named or {}).items() if k in on_disk}
+        differing = {k: (ours, theirs) for k, (ours, theirs) in both.items() if _as_json(ours) != _as_json(theirs)}
         if differing:
             listed = ", ".join(f"{k}: {ours!r} here, {theirs!r} there" for k, (ours, theirs) in differing.items())
             raise ConfigError(f"architecture disagrees with the weight folder {spec.weights.path}: {listed}", key=where)
@@ -227,6 +228,11 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
             spec: this model's part of the configuration (its options state the text length).
         """
         return None
+
+
+def _as_json(value: Any) -> Any:
+    """As a ``config.json`` would have it: a tuple is a list there."""
+    return [_as_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _settle_frozen(module: nn.Module) -> bool | None:
