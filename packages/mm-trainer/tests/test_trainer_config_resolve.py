@@ -93,6 +93,25 @@ def test_warm_up_counts_updates(tmp_path: Path) -> None:
     [
         (4, ["parallel.ulysses_parallel_size=3"], "parallel.ulysses_parallel_size", "3 × 1 = 3 doesn't divide the 4"),
         (4, ["parallel.fully_shard_parallel_size=3"], "parallel.fully_shard_parallel_size", "allowed: 1, 2, 4"),
+        (
+            1,
+            ["model.models.predictor.allow_missing=[head]"],
+            "model.models.predictor.allow_missing",
+            "neither from_pretrained nor checkpoint_path is given",
+        ),
+        (1, ["model.models.predictor.load_format=hf"], "model.models.predictor.load_format", "only read with weights"),
+        (
+            1,
+            ["model.models.predictor.dcp_cache_dir=x"],
+            "model.models.predictor.dcp_cache_dir",
+            "only read with weights",
+        ),
+        (
+            1,
+            ["model.models.predictor.from_pretrained=x", "model.models.predictor.dcp_cache_dir=y"],
+            "model.models.predictor.dcp_cache_dir",
+            "only read with load_format: dcp, and it is auto",
+        ),
         (4, ["parallel.data_parallel_size=3"], "parallel.data_parallel_size", "leave it out or correct it"),
         (
             4,

@@ -16,6 +16,9 @@ from mm_trainer.config.yaml.diagnose import combine_errors, from_value_error, lo
 from mm_trainer.config.yaml.document import dotted
 from mm_trainer.errors import ConfigError, PluginError, nearest
 
+_OF_A_CONVERSION = ("checkpoint_conversion_dir", "dcp_cache_dir", "dcp_conversion_dir")
+_OF_A_SOURCE = ("load_format", *_OF_A_CONVERSION, "allow_missing", "broadcast_from_rank0")
+
 
 def resolve(config: TrainerConfig, world_size: int) -> ResolvedConfig:
     """Settle ``config`` for ``world_size`` ranks and check the rules that span sections.
@@ -85,6 +88,7 @@ def _settle_batch(training: TrainingConfig, mesh: MeshSizes) -> TrainingConfig |
 
 def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigError]:
     yield from _sub_plan_rules(config)
+    yield from _unread_source_keys(config)
     if all(sub.freeze is True for sub in config.model.sub_models.values()):
         yield ConfigError("every sub-model is frozen, so there is nothing to train", key="model")
     if config.training.val_interval and config.data.val_dataset_param is None:
@@ -107,6 +111,20 @@ def _broken_rules(config: TrainerConfig, world_size: int) -> Iterator[ConfigErro
                 f"rank {absent[0]} is not one of the {world_size} ranks (0 to {world_size - 1})",
                 key=f"tools.{tool}.ranks",
             )
+
+
+def _unread_source_keys(config: TrainerConfig) -> Iterator[ConfigError]:
+    """Keys that say how weights are read, where none are or not in that way."""
+    for name, sub in config.model.sub_models.items():
+        has_source = sub.from_pretrained is not None or sub.checkpoint_path is not None
+        for field in () if has_source else _OF_A_SOURCE:
+            if getattr(sub, field) != type(sub).model_fields[field].default:
+                message = "only read with weights, and neither from_pretrained nor checkpoint_path is given"
+                yield ConfigError(message, key=f"{config.model.key_of(name)}.{field}")
+        for field in _OF_A_CONVERSION if has_source and sub.source.format != "dcp" else ():
+            if getattr(sub, field) is not None:
+                message = f"only read with load_format: dcp, and it is {sub.load_format}"
+                yield ConfigError(message, key=f"{config.model.key_of(name)}.{field}")
 
 
 def torchao_missing(why: str) -> ConfigError:
