@@ -75,6 +75,25 @@ class DiceLinear(CastLinear):
         return super().forward(x) * (1 + torch.rand((), generator=self.dice))
 
 
+class Forgetful(Right):
+    def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
+        init.normal_(self.layer.weight, prefix + "layer.weight", std=0.5)
+
+
+class OutsideRoot(Right):
+    """Exports would lack what stands outside its root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(CastLinear(4, 4))
+
+    def weight_root(self) -> nn.Module:
+        return self.net
+
+    def losses(self, row: Tensor) -> Tensor:
+        return super().losses(self.net(row))
+
+
 class NotANumber(Right):
     def losses(self, row: Tensor) -> Tensor:
         return super().losses(row) / 0.0
@@ -202,6 +221,15 @@ class RaisingContainer(ModelContainer):
         raise ZeroDivisionError("division by zero")
 
 
+class Lonely(ModelContainer):
+    """Two components of which it calls one."""
+
+    checkpoint_submodels = ("predictor", "other")
+
+    def forward(self, **batch: Any) -> Any:
+        return self.get_sub_models()["predictor"](**batch)
+
+
 class Abstract(GenerativePipeline):
     """Two of four stages."""
 
@@ -223,6 +251,8 @@ no_cast = mistaken_plugin:NoCast
 cast_outside = mistaken_plugin:CastOutside
 own_dice = mistaken_plugin:OwnDice
 not_a_number = mistaken_plugin:NotANumber
+forgetful = mistaken_plugin:Forgetful
+outside_root = mistaken_plugin:OutsideRoot
 vector_loss = mistaken_plugin:VectorLoss
 integer_loss = mistaken_plugin:IntegerLoss
 number_loss = mistaken_plugin:NumberLoss
@@ -243,6 +273,7 @@ dotted = mistaken_plugin.Right
 alone = mistaken_plugin:Alone
 undeclared = mistaken_plugin:Undeclared
 raising_container = mistaken_plugin:RaisingContainer
+lonely = mistaken_plugin:Lonely
 [mm_trainer.pipelines]
 mistaken_abstract = mistaken_plugin:Abstract
 [mm_trainer.datasets]

@@ -51,6 +51,12 @@ FOUND_BY_A_STEP: dict[str, tuple[str, str]] = {
     "no_cast": ("model", r"NoCast\): a forward and backward under param_dtype: bf16 failed: .*same dtype"),
     "cast_outside": ("model", r"CastOutside\): a forward and backward under param_dtype: bf16 failed: .*same dtype"),
     "own_dice": ("model", "recompute on: the step isn't the same: .*draw from a generator of its own"),
+    "lonely": ("pair", r"Lonely\): none of the 2 trained parameters of other received a gradient"),
+    "forgetful": ("model", r"Forgetful\): 1 tensor\(s\) of the model were never filled, .*: layer.bias"),
+    "outside_root": (
+        "model",
+        r"2 of 4 tensors differ after an export and a load: layer.bias, layer.weight; does weight_",
+    ),
     "not_a_number": ("model", r"NotANumber\): the loss of the first micro-batch is inf"),
 }
 
@@ -72,8 +78,10 @@ def configuration(mistake: str, save: Path) -> Mapping[str, Any]:
     model: dict[str, Any] = {"model_id": mistake if kind == "model" else "right"}
     if kind == "container":
         model = {"model_id": mistake, "models": {"predictor": {"model_id": "right"}}}
+    if kind == "pair":
+        model = {"model_id": mistake, "models": {"predictor": {"model_id": "right"}, "other": {"model_id": "right"}}}
     return {
-        "parallel": {"fsdp_plan": {"apply_modules": ["layer" if kind != "container" else "predictor.layer"]}},
+        "parallel": {"fsdp_plan": {"apply_modules": ["predictor.layer" if "models" in model else "layer"]}},
         "model": model,
         "data": {
             "dataset_param": {"dataset_type": mistake if kind == "data" else "mistaken_rows"},

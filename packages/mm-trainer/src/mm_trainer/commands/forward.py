@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mm_checkpoint import CheckpointManager, WeightSourceConfig, export, resolve_source
-from mm_parallel import KeyedInitializer, ParallelMesh
+from mm_parallel import FieldError, KeyedInitializer, ParallelMesh, check_features
 from mm_parallel.config import FeaturesConfig, FSDPPlan, RecomputePlan
 from mm_trainer import registry
 from mm_trainer.commands.prepare import Prepared
 from mm_trainer.config import BoundConfig
+from mm_trainer.contracts.container import ModelContainer
 from mm_trainer.contracts.model import BaseModel
 from mm_trainer.contracts.spec import InputSpec, ModelSpec
 from mm_trainer.data import build_loader
@@ -33,7 +34,8 @@ from mm_trainer.engine.checkpoint import CheckpointIO, Progress
 from mm_trainer.engine.coverage import GradientCoverage
 from mm_trainer.engine.forward import Forward, own_class
 from mm_trainer.engine.replicas import check_replicas
-from mm_trainer.errors import InputError
+from mm_trainer.engine.stepping import Stepping
+from mm_trainer.errors import ConfigError, InputError, TrainingFault
 from mm_trainer.launch.process import process_group, set_up_logging
 from mm_trainer.launch.rank import RankEnvironment
 from mm_trainer.optim.optimizers import build_optimizers
@@ -110,27 +112,29 @@ class _Check:
         yield f"export: {', '.join(path.name for path in paths)}, read back as written"
         if plan.param_dtype != "bf16":
             yield self._in_bf16(plan, features)
-        on, other_features = self._other_recompute(plan, features)
-        _, other = self._step(plan, other_features)
-        self._compare(step, other, f"recompute {on}")
-        yield f"recompute {on}: loss and gradients equal"
+        yield self._other_recompute(built, step, plan, features)
 
     def _build(self, plan: FSDPPlan, features: FeaturesConfig, bound: BoundConfig | None = None) -> BuiltModel:
         config = self.prepared.config
-        return build_model(
-            bound or self.bound,
-            self.mesh,
-            plan=plan,
-            features=features,
-            seed=config.training.seed,
-            attention_kernel=config.parallel.attention_kernel,
-            unused=self.prepared.bound.frozen if "conditions" in self.batch else (),
-        )
+        try:
+            return build_model(
+                bound or self.bound,
+                self.mesh,
+                plan=plan,
+                features=features,
+                seed=config.training.seed,
+                attention_kernel=config.parallel.attention_kernel,
+                unused=self.prepared.bound.frozen if "conditions" in self.batch else (),
+            )
+        except FieldError as error:  # the patterns fitted the whole model
+            raise InputError(f"{error} (in the model as it was cut down)") from error
 
     def _step(self, plan: FSDPPlan, features: FeaturesConfig) -> tuple[BuiltModel, _Step]:
         """Build, and run one forward and backward."""
         built = self._build(plan, features)
         optimizers = build_optimizers(built.trainable, self.prepared.config.training)
+        alternation = built.model.alternation if isinstance(built.model, ModelContainer) else None
+        trained = Stepping(alternation).begin(0, list(optimizers))
         check_replicas(built.model)
         with registry.blaming(own_class(built.model), f"a forward and backward under param_dtype: {plan.param_dtype}"):
             seed_generators(self.prepared.config.training.seed, "step", int(self.batch["sample_key"][0]))
@@ -141,8 +145,11 @@ class _Check:
         if not math.isfinite(loss):
             raise InputError(f"{registry.origin(own_class(built.model))}: the loss of the first micro-batch is {loss}")
         if self.prepared.config.training.val_interval and output.per_sample is None:
-            raise InputError("training.val_interval: validation needs the losses of single samples (per_sample)")
-        GradientCoverage().check(list(optimizers), optimizers)
+            raise ConfigError("validation needs the losses of single samples (per_sample)", key="training.val_interval")
+        try:
+            GradientCoverage().check(trained, optimizers)
+        except TrainingFault as error:  # a fault in a run, a finding here
+            raise InputError(f"{registry.origin(own_class(built.model))}: {error}") from error
         gradients = {
             name: _local(parameter.grad).clone()
             for optimizer in optimizers.values()
@@ -159,10 +166,22 @@ class _Check:
             return f"param_dtype: bf16 would fail: {error}"
         return f"param_dtype: bf16: loss {step.loss:.6g}"
 
-    def _other_recompute(self, plan: FSDPPlan, features: FeaturesConfig) -> tuple[str, FeaturesConfig]:
+    def _other_recompute(self, built: BuiltModel, step: _Step, plan: FSDPPlan, features: FeaturesConfig) -> str:
+        """The step without its recompute, or with that of all FSDP units."""
         if features.recomputes:
-            return "off", replace(features, recompute=False, recompute_plan=RecomputePlan())
-        return "on", replace(features, recompute=True, recompute_plan=RecomputePlan(apply_modules=plan.apply_modules))
+            on, plan_of_it = "off", RecomputePlan()
+        else:
+            on, plan_of_it = "on", RecomputePlan(apply_modules=plan.apply_modules)
+        if on == "on" and not plan.apply_modules:
+            return "recompute on: not tried: fsdp_plan.apply_modules names no units"
+        changed = replace(features, recompute=on == "on", recompute_plan=plan_of_it)
+        try:
+            check_features(built.model, changed)
+        except FieldError as error:  # units may hold other units, and there may be none
+            return f"recompute {on}: not tried: {error}"
+        _, other = self._step(plan, changed)
+        self._compare(step, other, f"recompute {on}")
+        return f"recompute {on}: loss and gradients equal"
 
     def _compare(self, step: _Step, other: _Step, what: str) -> None:
         """Both computed the same in the same order, so they agree to the bit."""
@@ -177,6 +196,9 @@ class _Check:
 
     def _export(self, built: BuiltModel, folder: Path) -> list[Path]:
         """Save a checkpoint and export it; the folders are known on all ranks."""
+        for model in built.trainable.values():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                _local(parameter).add_(1)  # away from the initial values, which a load may come to by itself
         optimizers = build_optimizers(built.trainable, self.prepared.config.training)
         manager = CheckpointManager(folder, async_save=False)
         CheckpointIO(manager, built, optimizers, resolved_config="").save(Progress(), {})
