@@ -145,6 +145,11 @@ class OtherKeys(Right):
         return SimpleNamespace(loss=self.losses(pixels).mean())
 
 
+class LooksUp(Right):
+    def forward(self, **batch: Any) -> Any:
+        return SimpleNamespace(loss=self.losses(batch["pixels"]).mean())
+
+
 class Raising(Right):
     @classmethod
     def from_config(cls, spec: ModelSpec) -> Self:
@@ -262,6 +267,7 @@ loss_in_dict = mistaken_plugin:LossInDict
 bare_loss = mistaken_plugin:BareLoss
 fewer_keys = mistaken_plugin:FewerKeys
 other_keys = mistaken_plugin:OtherKeys
+looks_up = mistaken_plugin:LooksUp
 raising = mistaken_plugin:Raising
 no_structure = mistaken_plugin:NoStructure
 raising_init = mistaken_plugin:RaisingInit

@@ -28,6 +28,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "bare_loss": ("model", r"BareLoss\): .*an object with .loss, got a Tensor"),
     "fewer_keys": ("model", r"FewerKeys\): its forward can't be called.*'sample_key' \(the batch has: row, sample_key"),
     "other_keys": ("model", r"OtherKeys\): its forward can't be called.*'pixels' \(the batch has: row, sample_key"),
+    "looks_up": ("model", r"LooksUp\): its forward looks for 'pixels', .*; the batch has: row, sample_key"),
     "raising": ("model", r"Raising\): from_config failed: KeyError: 'width' \(.*mistaken_plugin.py:\d+\)"),
     "no_structure": ("model", r"NoStructure\): from_config failed: NotImplementedError"),
     "raising_init": (

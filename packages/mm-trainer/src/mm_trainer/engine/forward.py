@@ -41,10 +41,18 @@ class Forward:
             InputError: the model doesn't take the batch, or returns something else than a loss that can be trained;
                 it names the model's distribution and class.
         """
-        if not self._called:
+        first, self._called = not self._called, True
+        if first:
             self._check_taken(batch)
-            self._called = True
-        output: ModelOutput = self._model(**batch)
+        try:
+            output: ModelOutput = self._model(**batch)
+        except KeyError as error:
+            if not first or not error.args or error.args[0] in batch:
+                raise
+            raise InputError(
+                f"{registry.origin(self._model)}: its forward looks for {error.args[0]!r}, and found no such entry; the "
+                f"batch has: {', '.join(sorted(batch))}"
+            ) from error
         return output
 
     def _check_taken(self, batch: Mapping[str, Any]) -> None:
