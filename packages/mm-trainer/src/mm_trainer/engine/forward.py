@@ -50,7 +50,7 @@ class Forward:
             if not first or not error.args or error.args[0] in batch:
                 raise
             raise InputError(
-                f"{registry.origin(self._model)}: its forward looks for {error.args[0]!r}, and found no such entry; the "
+                f"{registry.origin(self._model)}: its forward looks for {error.args[0]!r}, which is nowhere; the "
                 f"batch has: {', '.join(sorted(batch))}"
             ) from error
         return output
