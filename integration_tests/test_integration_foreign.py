@@ -175,6 +175,22 @@ def test_wrapped_gpt2_is_read_by_transformers(run_ranks, tmp_path: Path) -> None
         assert torch.equal(value, state[f"model.net.{key}"]), key
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_average_of_a_tied_table_is_exported_once_for_both_its_names(run_ranks, tmp_path: Path, ranks: int) -> None:
+    from safetensors.torch import load_file
+    from transformers import GPT2LMHeadModel
+
+    run(run_ranks, tmp_path, "gpt2", ranks, (), "training.train_iters=3", "training.ema.decay=0.5")
+    state = read_checkpoint(tmp_path / "run" / "iter_0000003")
+    (folder,) = export(tmp_path / "run", tmp_path / "exported", ema=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for key, value in model.named_parameters():
+        assert torch.equal(value, state[f"ema.net.{key}"]), key
+        assert not torch.equal(value, state[f"model.net.{key}"]), key
+
+
 def test_wrapped_unet_is_read_by_diffusers(run_ranks, tmp_path: Path) -> None:
     from diffusers import UNet2DModel
 

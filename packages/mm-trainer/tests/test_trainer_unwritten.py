@@ -45,9 +45,13 @@ def write_weights(folder: Path, *, without: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_what_weights_may_lack_is_initialised_and_the_rest_is_theirs(run_ranks, config: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["single_regressor", "single_table"])
+def test_what_weights_may_lack_is_initialised_and_the_rest_is_theirs(
+    run_ranks, config: str, tmp_path: Path, model: str
+) -> None:
+    """A table that `post_load` writes again is none of `init_weights`'s doing."""
     tensors = write_weights(tmp_path / "weights", without="head.")
-    still = ["training.train_iters=1", "training.lr=0", "training.weight_decay=0"]
+    still = [f"model.model_id={model}", "training.train_iters=1", "training.lr=0", "training.weight_decay=0"]
     source = [f"model.from_pretrained={tmp_path / 'weights'}", "model.allow_missing=[head.weight, head.bias]"]
     run_ranks(train_rank, 2, {}, [*still, *source], config)
     run_ranks(train_rank, 1, {}, [*still, f"training.save={tmp_path / 'random'}"], config)

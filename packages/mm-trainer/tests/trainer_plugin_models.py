@@ -120,6 +120,18 @@ class LostTable(Regressor):
         self.register_buffer("table_norm", self.table.weight.detach().norm(dim=1), persistent=False)
 
 
+@register_model("single_table")
+class TableRegressor(Regressor):
+    """Rebuilds a table in place once it has its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(4), persistent=False)
+
+    def post_load(self) -> None:
+        self.steps.copy_(torch.arange(4.0))
+
+
 @register_model("single_own_init")
 class OwnInit(Regressor):
     """Initialises by torch's own functions."""

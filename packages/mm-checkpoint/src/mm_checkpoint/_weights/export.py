@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -140,14 +140,24 @@ class _Job:
     dtypes: dict[str, str]
 
 
-def _averaged(source: DcpSource, prefix: str) -> TensorSource:
-    """The running averages of the tensors under ``prefix``; those without one (frozen) as they are."""
-    names = [name.removeprefix(f"model.{prefix}") for name in source.tensors if name.startswith(f"model.{prefix}")]
-    averages = [name for name in names if f"ema.{prefix}{name}" in source.tensors]
-    if not averages:
+def _averaged(source: DcpSource, prefix: str, kept: Collection[str]) -> TensorSource:
+    """The running averages of the tensors under ``prefix``; those without one (frozen) as they are.
+
+    Args:
+        kept: names below the prefix, one for each tensor. A tied one has its average under any of its names.
+    """
+    groups: dict[object, list[str]] = {}
+    for full, info in source.tensors.items():
+        if full.startswith(f"model.{prefix}"):
+            name = full.removeprefix(f"model.{prefix}")
+            groups.setdefault(info.storage or name, []).append(name)
+    stored: dict[str, str] = {}
+    for names in groups.values():
+        average = next((f"ema.{prefix}{name}" for name in names if f"ema.{prefix}{name}" in source.tensors), None)
+        stored |= {name: average or f"model.{prefix}{name}" for name in names if name in kept}
+    if all(name.startswith("model.") for name in stored.values()):
         raise SourceError(f"{source.path}: holds no running average (ema) of {prefix.rstrip('.') or 'the model'}")
-    stored = {name: f"{'ema' if name in set(averages) else 'model'}.{prefix}{name}" for name in names}
-    return rename(source, {key: name for name, key in stored.items()})
+    return rename(source, {full: name for name, full in stored.items()})
 
 
 def _prepare(
@@ -155,10 +165,12 @@ def _prepare(
 ) -> _Job:
     own_prefix = f"{model.name}." if model.prefix is None else model.prefix
     prefix = f"model.{own_prefix}"
-    tensors: TensorSource = _averaged(source, own_prefix) if ema else strip_prefix(source, prefix)
+    tensors: TensorSource = strip_prefix(source, prefix)
     if not tensors.tensors:
         raise SourceError(f"{source.path}: its manifest names {model.name}, but no tensor starts with {prefix}")
     tensors = drop_ties(tensors, preferred=list((model.ties or {}).values()))
+    if ema:
+        tensors = _averaged(source, own_prefix, tensors.tensors.keys())
     dtypes = target_dtypes(tensors, dtype, model.source_dtypes)
     if model.key_map is not None and to == "diffusers":
         key_map = key_maps[model.key_map] if model.key_map in key_maps else get_key_map(model.key_map)

@@ -120,10 +120,11 @@ def _prefixes(names: Collection[str], form: str, wanted: Wanted) -> list[str]:
         return ["", *(prefix for prefix in PACK_PREFIXES if any(name.startswith(prefix) for name in names))]
     inner = [name.removeprefix(_STATE_SECTION).partition(".")[0] for name in names if name.startswith(_STATE_SECTION)]
     # A model that was trained inside a wrapper stands below the wrapper's name for it, wherever that is.
-    anchor = f".{max(wanted.shapes, key=len, default='')}"
-    around = [
-        name.removesuffix(anchor[1:]) for name in names if name.startswith(_STATE_SECTION) and name.endswith(anchor)
-    ]
+    around: list[str] = []
+    for wished in sorted(wanted.shapes.keys() - set(wanted.optional), key=len, reverse=True):
+        around = [n.removesuffix(wished) for n in names if n.startswith(_STATE_SECTION) and n.endswith(f".{wished}")]
+        if around:  # a tied tensor may be there under its other name only
+            break
     sub_models = [f"{_STATE_SECTION}{sub}." for sub in inner]
     return list(dict.fromkeys(["", *([_STATE_SECTION] if inner else []), *sub_models, *around]))
 

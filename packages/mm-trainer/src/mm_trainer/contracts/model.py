@@ -182,7 +182,10 @@ class BaseModel(nn.Module, TakesOptions[OptionsT]):
         return report
 
     def post_load(self) -> None:
-        """Hook after weights were loaded or initialised (re-tie parameters, rebuild tables)."""
+        """Hook after weights were loaded or initialised (re-tie parameters, rebuild tables).
+
+        It is called again when a run resumes, so it must give the same a second time.
+        """
 
     def init_weights(self, init: KeyedInitializer, prefix: str = "") -> None:
         """Initialise for training from scratch, every parameter by ``init`` with key ``prefix + name``.

@@ -166,13 +166,14 @@ def _init_the_rest(model: BaseModel, prefix: str, seed: int) -> str:
     with registry.blaming(model, "init_weights"):
         rest = KeyedInitializer(seed, only=[tensors[name] for name in left])
         model.init_weights(rest, f"{prefix}." if prefix else "")
-        model.post_load()
     changed = [name for name, versions in kept.items() if _versions(tensors[name]) != versions]
     if changed:
         raise InputError(
             f"{registry.origin(model)}: init_weights writes {changed[0]} by other means than its initializer, and so "
             f"over loaded weights; the weights lack {', '.join(left[:3])}"
         )
+    with registry.blaming(model, "post_load"):
+        model.post_load()
     return f", initialised at random: {', '.join(left[:5])}{', …' if len(left) > 5 else ''}"
 
 
