@@ -13,7 +13,7 @@ import yaml
 
 WRITTEN = Path(__file__).parent / "fixtures" / "written_by_0.1"
 CONFIG = WRITTEN / "run" / "config.resolved.yaml"
-GONE = {"training.save_format"}
+GONE = {"training.save_format", *(f"model.models.{n}.skip_to_device" for n in ("ae", "text_encoder", "predictor"))}
 """Keys of 0.1 that there are no more; they are read over where they say what happens anyway."""
 
 

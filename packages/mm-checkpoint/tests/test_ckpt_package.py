@@ -23,6 +23,7 @@ def test_public_names() -> None:
         *("BadInputError", "CheckpointError", "CheckpointManager", "Concat", "Conversion", "KeyMap", "LoadReport"),
         *("Split", "Transpose", "Verification", "WeightSource", "WeightSourceConfig", "__version__", "convert"),
         *("export", "find_source", "get_key_map", "inspect", "list_key_maps", "load_weights", "read_manifest"),
+        "register_key_map",
         *("resolve_source", "sniff_format", "source_digest", "verify"),
     }
     for name in mm_checkpoint.__all__:

@@ -126,7 +126,8 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten
 """Operators whose result the host needs: on an accelerator each waits for the device."""
 ON_THE_HOST = {
     "dataset.py:load": "the toy's samples are made in the loader",
-    "randomness.py:keyed_generator": "sample keys stay on the host",
+    "loop.py:_micro_step": "sample keys stay on the host, also for setting the global generators",
+    "randomness.py:keyed_generator": "and for the draws of a sample",
     "schedule.py:_cdf": "so do the draws of sigma; only the finished sigma is moved",
     "signals.py:poll": "requests are agreed on by a host all-reduce",
 }
