@@ -110,12 +110,12 @@ def test_seeking_decodes_no_more_than_the_group_of_pictures(tmp_path: Path, monk
     path = write_clip(tmp_path / "a.mp4", frames=120, fps=16, gop=12)
     decoded = []
 
-    def counting(*arguments: Any, decode: Any = reader._decode_needed) -> Iterator[Any]:
+    def counting(*arguments: Any, decode: Any = reader.fast_frames) -> Iterator[Any]:
         for shown in decode(*arguments):
             decoded.append(shown)
             yield shown
 
-    monkeypatch.setattr(reader, "_decode_needed", counting)
+    monkeypatch.setattr(reader, "fast_frames", counting)
     assert numbers_at(path, grid(16, 5, 5.0)) == [80, 81, 82, 83, 84]
     assert len(decoded) <= 12 + 5 + 1
 
@@ -124,7 +124,7 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path: Path) -> None:
     """30 to 10 fps with B-frames: two of three aren't wanted, and what comes is what decoding them all gives."""
     import av
 
-    from mm_trainer.data.video import reader
+    from mm_trainer.data.video.decoding import fast_frames
 
     path = write_clip(tmp_path / "a.mp4", frames=60, fps=30, codec="libx264")
     times = grid(10, 20)
@@ -132,7 +132,7 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path: Path) -> None:
         everything = {round(f.time * 30): f.to_ndarray(format="gbrp") for f in container.decode(video=0)}
     with av.open(str(path)) as container:
         container.streams.video[0].codec_context.thread_count = 1
-        some = list(reader._decode_needed(container, container.streams.video[0], times))
+        some = list(fast_frames(container, container.streams.video[0], times))
     numbers = {round(shown.time * 30): shown.frame.to_ndarray(format="gbrp") for shown in some}
     assert len(everything) == 60
     assert set(range(0, 60, 3)) <= numbers.keys()

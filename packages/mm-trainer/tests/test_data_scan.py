@@ -18,6 +18,23 @@ from mm_trainer.data.survey.scan import BucketCount, ScanResult, scan, scan_tabl
 from mm_trainer.data.video.dataset import VideoDataset
 
 
+def test_clips_whose_times_cannot_be_trusted_are_counted(tmp_path: Path) -> None:
+    from data_clips import context
+    from test_data_containers import write
+
+    from mm_trainer.data.video.dataset import VideoDataset
+
+    for name, codec in (("a.avi", "libx264"), ("b.mp4", "libx264"), ("c.avi", "mpeg4")):
+        write(tmp_path / name, codec, {})
+    rows = ["video,prompt", *(f"{name},bars" for name in ("a.avi", "b.mp4", "c.avi"))]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows), encoding="utf-8")
+    settings = {"data_path": str(tmp_path / "metadata.csv"), "buckets": [[48, 64]], "num_frames": 9}
+    result = scan(VideoDataset(settings, context()), micro_batch_size=1)
+    assert result.slow == 2
+    words = [cell for column in scan_tables(result)[0].columns for cell in column.cells]
+    assert "decoded from the start" in words
+
+
 def test_a_set_is_reported_and_shown(tmp_path: Path) -> None:
     """B062, B064: usable, skipped and why, buckets, cost of a step, and a picture."""
     lines = ["video,prompt,width,height,num_frames,fps"]
@@ -75,7 +92,7 @@ def test_names_are_shown_as_they_are() -> None:
     report = DataReport(rows=2)
     report.skip("a[/b]/c [red].mp4", "no [such] file", bad=True)
     console = Console(record=True, width=200)
-    for table in scan_tables(ScanResult(report, (BucketCount("[x]", 1, 1),), (1, 1, 1), 1, 0, 0.0, 0, ())):
+    for table in scan_tables(ScanResult(report, (BucketCount("[x]", 1, 1),), (1, 1, 1), 1, 0, 0.0, 0, 0, ())):
         console.print(table)
     text = console.export_text()
     assert all(name in text for name in ("a[/b]/c [red].mp4", "no [such] file", "[x]"))

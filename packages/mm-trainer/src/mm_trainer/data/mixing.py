@@ -9,7 +9,7 @@ import numpy as np
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.identity import sample_fingerprint
-from mm_trainer.data.report import DataReport, Naming, copy_report
+from mm_trainer.data.report import CountsSlowReads, DataReport, Naming, copy_report
 
 
 class MixedDataset:
@@ -60,6 +60,11 @@ class MixedDataset:
         which, inner = self._place(index)
         dataset = self.datasets[which]
         return dataset.name(inner) if isinstance(dataset, Naming) else f"sample {inner} of data set {which}"
+
+    @property
+    def slow_reads(self) -> int:
+        """Of all that count them."""
+        return sum(data.slow_reads for data in self.datasets if isinstance(data, CountsSlowReads))
 
     def fingerprint(self, index: int) -> str:
         """The inner data set's, and which one that is: each has settings of its own. A repeated sample is one."""

@@ -79,6 +79,16 @@ class Naming(Protocol):
     def name(self, index: int) -> str: ...
 
 
+@runtime_checkable
+class CountsSlowReads(Protocol):
+    """A data set that reads some samples the slow way, such as clips whose times can't be trusted."""
+
+    @property
+    def slow_reads(self) -> int:
+        """How many so far, in this process."""
+        ...
+
+
 def copy_report(dataset: MapDataset) -> DataReport:
     """A data set's report, to add to; empty for one that doesn't report."""
     own = dataset.report if isinstance(dataset, Reporting) else DataReport(rows=len(dataset))

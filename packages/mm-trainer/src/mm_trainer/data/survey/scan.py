@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.loader import WorkerOptions, make_torch_loader, sample_table
 from mm_trainer.data.order import DataOrder
-from mm_trainer.data.report import DataReport, copy_report
+from mm_trainer.data.report import CountsSlowReads, DataReport, copy_report
 from mm_trainer.errors import BadSample
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Glimpse:
     text_full: bool = False
     """Its prompt fills all positions that the text encoder takes, so the rest, if there is any, is cut."""
     caption: str = ""
+    slow: bool = False
+    """Its times can't be trusted, so it was decoded from the start."""
     frames: NDArray[np.uint8] | None = None
     """(F, H, W, 3): some frames, if it was chosen for the contact sheet."""
 
@@ -67,6 +69,8 @@ class ScanResult:
     """Share of the time that ranks wait for one another; see `EpochOrder.imbalance`."""
     full_texts: int
     """Prompts that fill the text encoder's positions and may be cut."""
+    slow: int
+    """Samples that had to be decoded from the start of their file."""
     glimpses: tuple[Glimpse, ...]
     """Those chosen for the contact sheet."""
 
@@ -78,6 +82,7 @@ class _Glimpser:
         self.dataset, self.shown = dataset, shown
 
     def __getitem__(self, index: int) -> Glimpse:
+        before = self._slow_reads()
         try:
             sample = self.dataset.load(index, index)
         except BadSample as error:
@@ -88,8 +93,12 @@ class _Glimpser:
             None,
             text_full=isinstance(mask, Tensor) and bool(mask.all()),
             caption=str(sample.get("caption", "")),
+            slow=self._slow_reads() > before,
             frames=_thumbnails(sample) if index in self.shown else None,
         )
+
+    def _slow_reads(self) -> int:
+        return self.dataset.slow_reads if isinstance(self.dataset, CountsSlowReads) else 0
 
 
 def scan(
@@ -115,7 +124,7 @@ def scan(
     table = sample_table(dataset)
     report = copy_report(dataset)
     shown = _choose_shown(table.bucket, sheet_samples)
-    glimpses, usable, full_texts, listed = [], [], 0, set()
+    glimpses, usable, full_texts, slow, listed = [], [], 0, 0, set()
     for done, glimpse in enumerate(_glimpse_all(dataset, shown, workers or WorkerOptions()), start=1):
         if glimpse.bad is not None:
             if glimpse.bad not in listed:  # a mix reads a sample as often as it repeats it
@@ -124,6 +133,7 @@ def scan(
         else:
             usable.append(glimpse.index)
             full_texts += glimpse.text_full
+            slow += glimpse.slow
         if glimpse.frames is not None:
             glimpses.append(glimpse)
         if progress is not None:
@@ -137,7 +147,7 @@ def scan(
         BucketCount(_name(bucket), count, round(tokens[bucket] / count)) for bucket, count in buckets.most_common()
     ]
     if not usable:
-        return ScanResult(report, (), (0, 0, 0), 0, 0, 0.0, 0, tuple(glimpses))
+        return ScanResult(report, (), (0, 0, 0), 0, 0, 0.0, 0, 0, tuple(glimpses))
     order = DataOrder(table.take(rows), micro_batch_size=micro_batch_size, group=data_size * accumulation, seed=seed)
     epoch = order.epoch(0)
     per_step = epoch.cost.sum(1)
@@ -149,6 +159,7 @@ def scan(
         repeats=epoch.repeats,
         imbalance=epoch.imbalance(data_size),
         full_texts=full_texts,
+        slow=slow,
         glimpses=tuple(glimpses),
     )
 
@@ -166,6 +177,8 @@ def scan_tables(result: ScanResult) -> list[Table]:
         rows.add_row(escape(f"{kind}: {entry.reason}"), f"{entry.count:,}", escape("\n".join(entry.examples) + more))
     if result.full_texts:
         rows.add_row("captions that fill the text encoder", f"{result.full_texts:,}", "what is longer is cut")
+    if result.slow:
+        rows.add_row("decoded from the start", f"{result.slow:,}", "their times can't be trusted; slower, and right")
     buckets = Table("bucket", "samples", "share", "tokens", title="Buckets")
     total = sum(bucket.samples for bucket in result.buckets)
     for bucket in result.buckets:

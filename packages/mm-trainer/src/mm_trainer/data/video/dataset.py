@@ -58,6 +58,8 @@ class VideoDataset:
         except ValidationError as error:
             raise DataError(f"dataset_param: {error}") from error
         self.context = context
+        self.slow_reads = 0
+        """Files that were decoded from their start, in this process."""
         if context.tokenizer is None and context.input_spec.text_length is not None:
             raise DataError("dataset_param: the model reads text, so a tokenizer must be named")
         name = self.options.processor
@@ -231,7 +233,10 @@ class _SampleFiles:
         return self.dataset.table.paths(column, self.row)
 
     def read(self, column: str, path: str, *, aspect: float | None = None) -> Tensor:
-        return self._read(column, path, lambda file: read_view(file, self.view, aspect=aspect))
+        return self._read(column, path, lambda file: read_view(file, self.view, aspect=aspect, on_slow=self._count))
+
+    def _count(self) -> None:
+        self.dataset.slow_reads += 1
 
     def read_whole(self, column: str, path: str) -> Tensor:
         return self._read(column, path, lambda file: read_fitted(file, self.view.bucket))[:, 0]

@@ -1,41 +1,42 @@
 """Reading frames from video and image files by presentation time.
 
 A clip is read on an even grid of times; at each, the frame nearest in time is taken, so a variable frame rate or odd
-timestamps do no harm. Decoding starts at the key frame before the first wanted time, ends with the last wanted one, and
-skips the frames in between that are neither wanted nor needed to decode others.
+timestamps do no harm. How frames get their times: [Note: what a file states] in `mm_trainer.data.video.decoding`.
 Files are opened inside the call and closed before it returns: no decoder outlives a sample or crosses a fork.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mm_trainer.data.metadata.formats import IMAGE_SUFFIXES
 from mm_trainer.data.video.buckets import Crop
+from mm_trainer.data.video.decoding import (
+    RATE_TOLERANCE,
+    Doubt,
+    MediaError,
+    fast_frames,
+    measure,
+    missing,
+    nearest,
+    open_video,
+    sure_frames,
+)
 
 if TYPE_CHECKING:
-    from av.container import InputContainer
     from PIL.ImageFile import ImageFile
 
 EXIF_ORIENTATION, EXIF_TURNED = 0x0112, (5, 6, 7, 8)
-RATE_TOLERANCE = 0.05
-"""Fraction of a frame that a duration may fall short by: containers round times to a millisecond or so."""
-
-
 ASPECT_TOLERANCE = 0.05
 """Relative: sizes rounded to multiples of 16 differ by a few percent, which nobody sees."""
-
-
-class MediaError(Exception):
-    """A file that can't be used; the message is the reason, without the path."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,6 @@ class MediaInfo:
         return max(1, math.floor(self.duration * fps + RATE_TOLERANCE))
 
 
-class _Shown(NamedTuple):
-    """A decoded frame, and when it is shown, in seconds from the clip's start."""
-
-    time: float
-    end: float
-    """With the tolerance of `RATE_TOLERANCE`; equal to ``time`` where the file states no duration."""
-    frame: Any
-
-
 def is_image(path: str | Path) -> bool:
     """Whether a file is read as an image, by its suffix."""
     return Path(path).suffix.lower() in IMAGE_SUFFIXES
@@ -83,14 +75,14 @@ def probe(path: str | Path) -> MediaInfo:
     if is_image(path):
         height, width = _image_size(path)
         return MediaInfo(width=width, height=height, frames=1, fps=0.0, duration=0.0)
-    with _open_video(path) as (container, stream):
-        duration, frames = _extent(container, stream)
+    with open_video(path) as (container, stream):
         first = next(iter(container.decode(stream)), None)
         if first is None:
             raise MediaError("no frame can be decoded")
         height, width = _upright_size(first, stream)
-        rate = float(stream.average_rate or 0) or (frames / duration if duration else 1.0)
-        return MediaInfo(width=width, height=height, frames=frames, fps=rate, duration=duration)
+    with open_video(path) as (container, stream):  # anew: what a decoder held back would be missing from a count
+        extent = measure(container, stream)
+    return MediaInfo(width=width, height=height, frames=extent.frames, fps=extent.fps, duration=extent.duration)
 
 
 def _upright_size(frame: Any, stream: Any) -> tuple[int, int]:
@@ -110,7 +102,12 @@ def check_aspect(height: int, width: int, aspect: float) -> None:
 
 
 def read_frames(
-    path: str | Path, times: Sequence[float], crop: Crop, *, aspect: float | None = None
+    path: str | Path,
+    times: Sequence[float],
+    crop: Crop,
+    *,
+    aspect: float | None = None,
+    on_slow: Callable[[], None] | None = None,
 ) -> NDArray[np.uint8]:
     """The frames shown at the given times, resized and cropped.
 
@@ -119,6 +116,7 @@ def read_frames(
         times: ascending, in seconds from the clip's first frame.
         crop: size to bring the whole (upright) frame to, and the part of it to keep.
         aspect: width over height according to the metadata; None: not compared.
+        on_slow: called if the file had to be decoded from its start.
 
     Returns:
         (3, F, H, W) RGB.
@@ -126,19 +124,35 @@ def read_frames(
     Raises:
         MediaError: the file can't be opened or decoded, it ends before the last wanted time, or it has another aspect.
     """
+    from av.error import FFmpegError
+
+    with open_video(path) as (container, stream):
+        try:
+            return _take(nearest(fast_frames(container, stream, times), times, Doubt), stream, times, crop, aspect)
+        except (Doubt, FFmpegError):  # the sure way says what is wrong, if anything is
+            if on_slow is not None:
+                on_slow()
+    with open_video(path) as (container, stream):
+        fps = measure(container, stream).fps
+    with open_video(path) as (container, stream):
+        return _take(nearest(sure_frames(container, stream, fps), times), stream, times, crop, aspect)
+
+
+def _take(
+    frames: Iterator[Any], stream: Any, times: Sequence[float], crop: Crop, aspect: float | None
+) -> NDArray[np.uint8]:
     scale = _Scaler(crop)
     out = np.empty((3, len(times), crop.kept_height, crop.kept_width), dtype=np.uint8)
-    with _open_video(path) as (container, stream):
-        previous: Any = None
-        for slot, frame in enumerate(_nearest(_decode_needed(container, stream, times), times)):
-            if previous is None and aspect is not None:
-                check_aspect(*_upright_size(frame, stream), aspect)
-            if frame is previous:
-                # A slow source shows one frame at several times: copying is cheaper than scaling again.
-                out[:, slot] = out[:, slot - 1]
-            else:
-                scale(frame, out[:, slot])
-            previous = frame
+    previous: Any = None
+    for slot, frame in enumerate(frames):
+        if previous is None and aspect is not None:
+            check_aspect(*_upright_size(frame, stream), aspect)
+        if frame is previous:
+            # A slow source shows one frame at several times: copying is cheaper than scaling again.
+            out[:, slot] = out[:, slot - 1]
+        else:
+            scale(frame, out[:, slot])
+        previous = frame
     return out
 
 
@@ -185,140 +199,11 @@ def _open_image(path: str | Path) -> Iterator[ImageFile]:
         with Image.open(path) as file:
             yield file
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise missing(path) from None
     except UnidentifiedImageError:
         raise MediaError("can't read the image: unknown format") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise MediaError(f"can't read the image: {error}") from error
-
-
-@contextmanager
-def _open_video(path: str | Path) -> Iterator[tuple[InputContainer, Any]]:
-    import av
-    from av.error import FFmpegError
-
-    try:
-        with av.open(str(path), metadata_errors="replace") as container:
-            stream = _video_stream(container)
-            stream.codec_context.thread_count = 1  # parallelism comes from the workers
-            yield container, stream
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except FFmpegError as error:
-        raise MediaError(f"can't be read: {error.strerror}") from error
-
-
-def _missing(path: str | Path) -> MediaError:
-    return MediaError("remote locations can't be read" if ":/" in str(path) else "no such file")
-
-
-def _video_stream(container: InputContainer) -> Any:
-    from av.stream import Disposition
-
-    # Cover art is a video stream to FFmpeg as well.
-    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
-    if not streams:
-        raise MediaError("no video stream")
-    stream = streams[0]
-    if stream.codec_context is None:
-        raise MediaError("can't decode: no decoder for its codec")
-    return stream
-
-
-def _extent(container: InputContainer, stream: Any) -> tuple[float, int]:
-    """Duration in seconds and number of frames; from the header, else from the packets (nothing is decoded)."""
-    if stream.duration and stream.frames:
-        return float(stream.duration * stream.time_base), stream.frames
-    # The header may lack them (streamed or cut files); packets are cheap to read, since nothing is decoded.
-    packets = [(packet.pts, packet.duration or 0) for packet in container.demux(stream) if packet.pts is not None]
-    if not packets:
-        raise MediaError("no packet with a timestamp")
-    container.seek(0)
-    (first, _), (last, length) = min(packets), max(packets)
-    if not length:  # some containers don't state how long the last frame is shown
-        length = (last - first) // max(1, len(packets) - 1)
-    return float((last + length - first) * stream.time_base), len(packets)
-
-
-def _decode_needed(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[_Shown]:
-    """Frames in the order of their times, from the key frame before the first of ``times`` on.
-
-    Frames that are nearest to none of the times are decoded only if others refer to them.
-    """
-    start = stream.start_time or 0
-    if times[0] > 0:
-        container.seek(int(start + times[0] / stream.time_base), stream=stream)
-        frames = _decode_on(container, stream, times)
-        first = next(frames, None)
-        if first is not None and first.time <= times[0]:
-            yield first
-            yield from frames
-            return
-        container.seek(start, stream=stream)  # the container's index led too far: read from the start
-    yield from _decode_on(container, stream, times)
-
-
-def _decode_on(container: InputContainer, stream: Any, times: Sequence[float]) -> Iterator[_Shown]:
-    """As `_decode_needed`, from where the container stands."""
-    start, unit, context = stream.start_time or 0, float(stream.time_base), stream.codec_context
-    wanted = [start + time / unit for time in times]
-    packets = _packets_until(container, stream, wanted[-1])
-    needed = _nearest_stamps(sorted(packet.pts for packet in packets if packet.pts is not None), wanted)
-    for packet in [*packets, None]:  # None: what the decoder holds back
-        if packet is not None:
-            context.skip_frame = "DEFAULT" if packet.pts is None or packet.pts in needed else "NONREF"
-        for frame in context.decode(packet):
-            if frame.pts is None:
-                raise MediaError("a frame has no timestamp")
-            time = (frame.pts - start) * unit  # frames that the decoder held back don't know the unit themselves
-            yield _Shown(time, time + (1 + RATE_TOLERANCE) * (frame.duration or 0) * unit, frame)
-
-
-def _packets_until(container: InputContainer, stream: Any, last: float) -> list[Any]:
-    """Packets from here up to all that are shown by the timestamp ``last``, and the one shown next."""
-    packets, following = [], math.inf
-    for packet in container.demux(stream):
-        if not packet.size:
-            continue
-        packets.append(packet)
-        if packet.pts is not None and packet.pts >= last:
-            following = min(following, packet.pts)
-        if packet.dts is not None and packet.dts >= following:  # nothing is shown before it is decoded
-            break
-    return packets
-
-
-def _nearest_stamps(stamps: Sequence[int], wanted: Sequence[float]) -> set[int]:
-    """Those of ascending timestamps that are nearest to a wanted one (both of two equally near), and the last."""
-    if not stamps:
-        return set()
-    grid, at = np.array(stamps), np.array(wanted)
-    after = np.searchsorted(grid, at).clip(min(1, len(grid) - 1), len(grid) - 1)
-    left, right = grid[after - 1], grid[after]
-    closer = np.abs(at - left) - np.abs(right - at)
-    rounding = 0.01
-    return {*left[closer <= rounding].tolist(), *right[closer >= -rounding].tolist(), stamps[-1]}
-
-
-def _nearest(frames: Iterator[_Shown], times: Sequence[float]) -> Iterator[Any]:
-    """For each time the frame nearest to it; of two that are equally near, the earlier."""
-    before = after = next(frames, None)
-    if before is None or after is None:
-        raise MediaError("no frame can be decoded")
-    ended = False
-    for time in times:
-        while not ended and after.time < time:
-            following = next(frames, None)
-            if following is None:
-                ended = True
-            else:
-                before, after = after, following
-        if ended and time > after.end:
-            raise MediaError(f"cut off: its frames end at {after.end:.2f} s, {time:.2f} s is needed")
-        chosen = before if abs(time - before.time) <= abs(after.time - time) else after
-        if chosen.frame.is_corrupt:
-            raise MediaError(f"the frame at {chosen.time:.2f} s is damaged")
-        yield chosen.frame
 
 
 class _Scaler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,16 @@ class View:
     """Mirrored left to right."""
 
 
-def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> NDArray[np.uint8]:
+def read_view(
+    path: str | Path, view: View, *, aspect: float | None = None, on_slow: Callable[[], None] | None = None
+) -> NDArray[np.uint8]:
     """The view of a video, or of an image that is shown throughout, as (3, F, H, W) RGB.
+
+    Args:
+        path: the file.
+        view: what to read of it.
+        aspect: width over height according to the metadata; None: not compared.
+        on_slow: see `read_frames`.
 
     Raises:
         MediaError: the file can't be read, or its ``aspect`` (width over height) is not that of the metadata.
@@ -36,7 +45,7 @@ def read_view(path: str | Path, view: View, *, aspect: float | None = None) -> N
             check_aspect(image.shape[0], image.shape[1], aspect)
         frames = np.repeat(read_still(image, view.crop), len(view.times), axis=1)
     else:
-        frames = read_frames(path, view.times, view.crop, aspect=aspect)
+        frames = read_frames(path, view.times, view.crop, aspect=aspect, on_slow=on_slow)
     return np.ascontiguousarray(frames[..., ::-1]) if view.flip else frames
 
 
