@@ -119,12 +119,17 @@ def _demuxer(container: InputContainer) -> str:
     return container.format.name.partition(",")[0]
 
 
+def has_index(container: InputContainer, stream: Any) -> bool:
+    """Whether all packets are known without reading them."""
+    return _demuxer(container) in INDEXED and len(stream.index_entries) > 0
+
+
 def measure(container: InputContainer, stream: Any) -> Extent:
     """Count what is shown: by the index where the file has a whole one, else by its packets; nothing is decoded.
 
-    Leaves the container somewhere else.
+    Without an index (`has_index`) the container stands at its end afterwards.
     """
-    if _demuxer(container) in INDEXED and len(stream.index_entries):
+    if has_index(container, stream):
         entries = [stream.index_entries[i] for i in range(len(stream.index_entries))]
         stamps = [entry.timestamp for entry in entries if not entry.is_discard]
         count, lengths = len(stamps), [0]

@@ -22,8 +22,10 @@ from mm_trainer.data.video.buckets import Crop
 from mm_trainer.data.video.decoding import (
     RATE_TOLERANCE,
     Doubt,
+    Extent,
     MediaError,
     fast_frames,
+    has_index,
     measure,
     missing,
     nearest,
@@ -32,6 +34,7 @@ from mm_trainer.data.video.decoding import (
 )
 
 if TYPE_CHECKING:
+    from av.container import InputContainer
     from PIL.ImageFile import ImageFile
 
 EXIF_ORIENTATION, EXIF_TURNED = 0x0112, (5, 6, 7, 8)
@@ -76,12 +79,18 @@ def probe(path: str | Path) -> MediaInfo:
         height, width = _image_size(path)
         return MediaInfo(width=width, height=height, frames=1, fps=0.0, duration=0.0)
     with open_video(path) as (container, stream):
-        first = next(iter(container.decode(stream)), None)
-        if first is None:
-            raise MediaError("no frame can be decoded")
-        height, width = _upright_size(first, stream)
-    with open_video(path) as (container, stream):  # anew: what a decoder held back would be missing from a count
         extent = measure(container, stream)
+        if has_index(container, stream):  # so nothing has been read yet
+            return _info(container, stream, extent)
+    with open_video(path) as (container, stream):
+        return _info(container, stream, extent)
+
+
+def _info(container: InputContainer, stream: Any, extent: Extent) -> MediaInfo:
+    first = next(iter(container.decode(stream)), None)
+    if first is None:
+        raise MediaError("no frame can be decoded")
+    height, width = _upright_size(first, stream)
     return MediaInfo(width=width, height=height, frames=extent.frames, fps=extent.fps, duration=extent.duration)
 
 
