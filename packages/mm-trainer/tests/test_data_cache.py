@@ -89,16 +89,16 @@ def test_without_the_clips_it_is_used_as_it_is(tmp_path: Path) -> None:
     assert [without.tokens(i) for i in range(7)] == [with_clips.tokens(i) for i in range(7)]
 
 
-def test_what_changed_is_noticed_and_not_used(tmp_path: Path) -> None:
+def test_what_changed_is_refused_by_name_and_encoded_anew(tmp_path: Path) -> None:
+    """It was left out: one edited caption, and the run trained without that clip."""
     clips(tmp_path)
     write(tmp_path / "cache", open_clips(tmp_path))
     write_clip(tmp_path / "2.mp4", frames=9)
     (tmp_path / "m.csv").write_text((tmp_path / "m.csv").read_text().replace("clip of 4 words", "another caption"))
-    cached = CachedDataset(tmp_path / "cache", dataset=open_clips(tmp_path))
-    assert len(cached) == 5
-    assert "2 of 7 skipped: not in the cache, or changed since: run `mm-trainer cache`" in cached.report.lines()[0]
-    with pytest.raises(DataError, match="more than max_bad_fraction"):
-        BatchLoader(cached, micro_batch_size=1)
+    with pytest.raises(
+        DataError, match=r"2 of 7 samples are not in the cache, or .*: 2\.mp4, 4\.mp4; `mm-trainer cache`"
+    ):
+        CachedDataset(tmp_path / "cache", dataset=open_clips(tmp_path))
     calls: list[int] = []
     again = write(tmp_path / "cache", open_clips(tmp_path), counting(calls))
     assert (again.encoded, again.found) == (2, 5)
@@ -160,6 +160,12 @@ def test_bad_clips_are_left_out_and_reported(tmp_path: Path) -> None:
     assert (done.encoded, done.report.bad) == (3, 1)
     assert "no such file" in done.report.lines()[0]
     assert len(CachedDataset(tmp_path / "cache")) == 3
+    beside = CachedDataset(tmp_path / "cache", dataset=data)
+    assert (len(beside), beside.report.bad) == (3, 1), "bad is not stale"
+    assert "no such file" in beside.report.lines()[0]
+    write_clip(tmp_path / "1.mp4")
+    with pytest.raises(DataError, match=r"1 of 4 samples .*: 1\.mp4; `mm-trainer cache`"):
+        CachedDataset(tmp_path / "cache", dataset=open_clips(tmp_path))
 
 
 def test_a_full_disk_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

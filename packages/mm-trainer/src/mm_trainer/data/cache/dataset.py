@@ -29,14 +29,15 @@ from torch import Tensor
 
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.identity import sample_fingerprint
-from mm_trainer.data.report import DataReport, copy_report
+from mm_trainer.data.report import DataReport, Naming, copy_report
 from mm_trainer.data.video.captions import draw_caption
 from mm_trainer.errors import BadSample, DataError
 from mm_trainer.randomness import keyed_generator
 
 logger = logging.getLogger(__name__)
 
-MISSED = "not in the cache, or changed since: run `mm-trainer cache`"
+NAMED = 5
+"""Samples that a message names."""
 UNKNOWN = "unknown"
 """Stands for a setting that isn't known here, so that it isn't compared."""
 FORMAT = 1
@@ -82,7 +83,7 @@ class CachedDataset:
             rows = np.arange(len(columns["fingerprint"]))
             self.report = DataReport(rows=len(rows))
         else:
-            rows, self.report = _match(dataset, columns["fingerprint"])
+            rows, self.report = _match(dataset, columns["fingerprint"], extra.get("bad", {}), folder)
         if not len(rows):
             raise DataError(f"{folder}: nothing usable: {'; '.join(self.report.lines()) or 'it is empty'}")
         self._fingerprint, self._shard = columns["fingerprint"][rows], columns["shard"][rows]
@@ -185,20 +186,33 @@ def pad_rows(tensor: Tensor, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
-def _match(dataset: MapDataset, fingerprints: NDArray[Any]) -> tuple[NDArray[np.int64], DataReport]:
-    """Rows of the index for the samples of a data set, in its order."""
+def _match(
+    dataset: MapDataset, fingerprints: NDArray[Any], bad: Mapping[str, Sequence[str]], folder: Path
+) -> tuple[NDArray[np.int64], DataReport]:
+    """Rows of the index for the samples of a data set, in its order; those that couldn't be encoded go into the report.
+
+    Raises:
+        DataError: the cache lacks a sample, or holds it as it was before it changed. Going on without it would train on
+            a smaller data set than the configuration says.
+    """
     place = {fingerprint.decode(): row for row, fingerprint in enumerate(fingerprints)}
-    report, rows = copy_report(dataset), []
+    report, rows, stale = copy_report(dataset), [], []
     with ThreadPoolExecutor() as pool:  # what takes time is the file system
         for index, key in enumerate(pool.map(lambda i: sample_fingerprint(dataset, i), range(len(dataset)))):
             row = place.get(key)
-            if row is None:
-                report.skip(f"sample {index}", MISSED, bad=True)
-            else:
+            if row is not None:
                 rows.append(row)
-    missed = report.skipped.get(MISSED)
-    if missed is not None:
-        logger.warning("%d of %d samples are %s", missed.count, len(dataset), MISSED)
+            elif key in bad:
+                where, reason = bad[key]
+                report.skip(where, reason, bad=True)
+            else:
+                stale.append(dataset.name(index) if isinstance(dataset, Naming) else f"sample {index}")
+    if stale:
+        more = f" and {len(stale) - NAMED} more" if len(stale) > NAMED else ""
+        raise DataError(
+            f"{folder}: {len(stale)} of {len(dataset)} samples are not in the cache, or changed since it was made: "
+            f"{', '.join(stale[:NAMED])}{more}; `mm-trainer cache` encodes those, and only those"
+        )
     return np.array(rows, dtype=np.int64), report
 
 
@@ -244,7 +258,8 @@ def write_index(
         shard: place of the sample's shard in ``extra["shards"]``.
         bucket: place of its bucket in ``extra["buckets"]``.
         tokens: its cost.
-        extra: ``shards``, ``buckets``, ``entries`` (names), ``padded`` (name → length of what is stored trimmed).
+        extra: ``shards``, ``buckets``, ``entries`` (names), ``padded`` (name → length of what is stored trimmed),
+            ``bad`` (fingerprint → where and why, of samples that can't be read).
     """
     from safetensors.numpy import save_file
 

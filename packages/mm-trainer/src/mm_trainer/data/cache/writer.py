@@ -138,7 +138,8 @@ def write_cache(
     parts = _gather((sink.located, sink.bad))
     located = done | {key: shard for part, _ in parts for key, shard in part.items()}
     bad = {index: (where, reason) for _, part in parts for index, where, reason in part}
-    _on_first_rank(lambda: _finish(folder, keys, table, dataset, located, {"entries": names, "padded": padded}))
+    extra = {"entries": names, "padded": padded, "bad": {keys[index]: found for index, found in bad.items()}}
+    _on_first_rank(lambda: _finish(folder, keys, table, dataset, located, extra))
     report = copy_report(dataset)
     for where, reason in bad.values():
         report.skip(where, reason, bad=True)
