@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, islice, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from mm_trainer.data.video.safe_open import Deadline, MediaError
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -42,10 +42,6 @@ SKIPPING = ("h264", "hevc", "mpeg2video", "mpeg4")
 """Decoders that take up ``skip_frame`` from packet to packet; others read it once, or leave out what is wanted."""
 MOST_REORDERED = 17
 """Frames after which none can be shown that was decoded before: the largest picture buffer, and one."""
-
-
-class MediaError(Exception):
-    """A file that can't be used; the message is the reason, without the path."""
 
 
 class Doubt(MediaError):
@@ -74,45 +70,6 @@ class Extent:
     frames: int
     duration: float
     fps: float
-
-
-@contextmanager
-def open_video(path: str | Path) -> Iterator[tuple[InputContainer, Any]]:
-    """The container and its video stream.
-
-    Raises:
-        MediaError: it isn't there, or there is nothing in it that could be decoded; also for what goes wrong inside.
-    """
-    import av
-    from av.error import FFmpegError
-
-    try:
-        with av.open(str(path), metadata_errors="replace") as container:
-            stream = _video_stream(container)
-            stream.codec_context.thread_count = 1  # parallelism comes from the workers
-            yield container, stream
-    except FileNotFoundError:
-        raise missing(path) from None
-    except FFmpegError as error:
-        raise MediaError(f"can't be read: {error.strerror}") from error
-
-
-def missing(path: str | Path) -> MediaError:
-    """That there is no such file, or that it isn't one."""
-    return MediaError("remote locations can't be read" if ":/" in str(path) else "no such file")
-
-
-def _video_stream(container: InputContainer) -> Any:
-    from av.stream import Disposition
-
-    # Cover art is a video stream to FFmpeg as well.
-    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
-    if not streams:
-        raise MediaError("no video stream")
-    stream = streams[0]
-    if stream.codec_context is None:
-        raise MediaError("can't decode: no decoder for its codec")
-    return stream
 
 
 def _demuxer(container: InputContainer) -> str:
@@ -176,7 +133,9 @@ def fast_frames(container: InputContainer, stream: Any, times: Sequence[float]) 
     packets += _packets_until(container, stream, wanted[-1], packets)
     needed = _nearest_stamps(sorted(_stamps(packets)), wanted)
     skips, due, last = context.codec.name in SKIPPING, sorted(needed), -math.inf
+    deadline = Deadline()
     for packet in [*packets, None]:  # None: what the decoder holds back
+        deadline.check()
         if skips and packet is not None:
             context.skip_frame = "DEFAULT" if packet.pts in needed else "NONREF"
         for frame in context.decode(packet):
@@ -249,7 +208,7 @@ def sure_frames(container: InputContainer, stream: Any, fps: float) -> Iterator[
     Raises:
         MediaError: times that rose at first jump back.
     """
-    frames = iter(container.decode(stream))
+    frames = _in_time(container.decode(stream))
     head = list(islice(frames, MOST_REORDERED))
     stamps = [frame.pts for frame in head]
     if None in stamps or any(later <= earlier for earlier, later in pairwise(stamps)):
@@ -263,6 +222,13 @@ def sure_frames(container: InputContainer, stream: Any, fps: float) -> Iterator[
         last = frame.pts
         time = (last - stamps[0]) * unit
         yield Shown(time, time + (1 + RATE_TOLERANCE) * ((frame.duration or 0) * unit or 1 / fps), frame)
+
+
+def _in_time(frames: Iterator[Any]) -> Iterator[Any]:
+    deadline = Deadline()
+    for frame in frames:
+        deadline.check()
+        yield frame
 
 
 def nearest(frames: Iterator[Shown], times: Sequence[float], fault: type[MediaError] = MediaError) -> Iterator[Any]:

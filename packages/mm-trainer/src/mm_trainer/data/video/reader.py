@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,19 +22,16 @@ from mm_trainer.data.video.decoding import (
     RATE_TOLERANCE,
     Doubt,
     Extent,
-    MediaError,
     fast_frames,
     has_index,
     measure,
-    missing,
     nearest,
-    open_video,
     sure_frames,
 )
+from mm_trainer.data.video.safe_open import MediaError, open_image, open_video
 
 if TYPE_CHECKING:
     from av.container import InputContainer
-    from PIL.ImageFile import ImageFile
 
 EXIF_ORIENTATION, EXIF_TURNED = 0x0112, (5, 6, 7, 8)
 ASPECT_TOLERANCE = 0.05
@@ -182,7 +178,7 @@ def read_image(path: str | Path) -> NDArray[np.uint8]:
     """
     from PIL import Image, ImageOps
 
-    with _open_image(path) as file:
+    with open_image(path) as file:
         image: Image.Image = ImageOps.exif_transpose(file)
         if image.mode in ("I;16", "I;16B", "I;16L", "I"):
             grey = np.clip(np.asarray(image, dtype=np.int64) // 257, 0, 255).astype(np.uint8)
@@ -195,24 +191,9 @@ def read_image(path: str | Path) -> NDArray[np.uint8]:
 
 def _image_size(path: str | Path) -> tuple[int, int]:
     """(height, width), upright, from the header alone."""
-    with _open_image(path) as file:
+    with open_image(path) as file:
         turned = file.getexif().get(EXIF_ORIENTATION, 1) in EXIF_TURNED
         return (file.width, file.height) if turned else (file.height, file.width)
-
-
-@contextmanager
-def _open_image(path: str | Path) -> Iterator[ImageFile]:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as file:
-            yield file
-    except FileNotFoundError:
-        raise missing(path) from None
-    except UnidentifiedImageError:
-        raise MediaError("can't read the image: unknown format") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's decoders raise
-        raise MediaError(f"can't read the image: {error}") from error
 
 
 class _Scaler:
