@@ -115,7 +115,7 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     write(tmp_path / "b.txt", "a picture\n", bom=True)
-    with pytest.raises(DataError, match=r"sub/a\.mp4: its caption file a\.txt is missing"):
+    with pytest.raises(DataError, match=r"1 of 2 clips have no caption file: sub/a\.mp4; write them, or set missing_"):
         read_table(tmp_path)
     write(tmp_path / "sub/a.txt", "a clip")
     table = read_table(tmp_path)
@@ -123,6 +123,57 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
         ("b.png", ["a picture"]),
         ("sub/a.mp4", ["a clip"]),
     ]
+
+
+def test_clips_without_captions_follow_one_policy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.MP4").touch()
+    write(tmp_path / "3.TXT", "the third")
+    with pytest.raises(
+        DataError, match=r"7 of 8 clips have no caption file: 0\.MP4, .*, 5\.MP4 and 2 more; write them"
+    ):
+        read_table(tmp_path)
+    empty = read_table(tmp_path, missing_captions="empty")
+    assert [empty.captions(i) for i in range(8)] == [["the third"] if i == 3 else [""] for i in range(8)]
+    assert "7 of 8 clips have no caption file and get an empty caption" in caplog.text
+    some = read_table(tmp_path, missing_captions="skip")
+    assert [some.media(i) for i in range(len(some))] == ["3.MP4"]
+    assert "7 of 8 clips have no caption file and are left out" in caplog.text
+
+
+def test_what_a_folder_holds_besides_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were lost without a line: formats that are read now, and those that aren't."""
+    read = ("a.wmv", "b.flv", "c.mpg", "d.3gp", "e.m2ts", "f.ts", "g.MKV")
+    for name in (*read, "h.heic", "i.heic", "j.psd", "README"):
+        (tmp_path / name).touch()
+        write((tmp_path / name).with_suffix(".txt"), "a caption")
+    write(tmp_path / "lost.txt", "of nothing")
+    table = read_table(tmp_path)
+    assert [table.media(i) for i in range(len(table))] == sorted(read)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(
+        "not read: 2 .heic, 1 .psd, 1 without suffix, 5 captions without a clip (README.txt, h.txt, i.txt, j.txt, "
+        "lost.txt)"
+    )
+
+
+def test_a_caption_may_be_long(tmp_path: Path) -> None:
+    """Python's parser stops at 131,072 characters."""
+    text = "word " * 40_000
+    table = read_table(write(tmp_path / "m.csv", f'video,prompt\na.mp4,"{text}"\nb.mp4,x\n'))
+    assert table.captions(0) == [text]
+
+
+def test_an_open_quote_is_blamed_on_its_own_line(tmp_path: Path) -> None:
+    rows = [f"{number}.mp4,caption {number}" for number in range(50)]
+    rows[20] = '20.mp4,"a man says: hello'
+    path = write(tmp_path / "m.csv", "\n".join(["video,prompt", *rows]))
+    with pytest.raises(DataError, match=r"m\.csv:22: .*is a quote not closed\?"):
+        read_table(path)
+    rows[40] = '40.mp4,"a woman answers" softly'
+    path = write(tmp_path / "m.csv", "\n".join(["video,prompt", *rows]))
+    with pytest.raises(DataError, match=r"m\.csv:22: "):
+        read_table(path)
 
 
 def test_folders_behind_links_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:

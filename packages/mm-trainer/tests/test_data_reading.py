@@ -297,3 +297,15 @@ def test_av1_is_read(tmp_path: Path) -> None:
     """B066: the codec is one that FFmpeg here decodes, so it is treated like any other."""
     path = write_clip(tmp_path / "a.mp4", frames=4, codec="libsvtav1", height=64, width=64)
     assert probe(path).frames == 4
+
+
+@pytest.mark.parametrize(("suffix", "settings"), [(".png", {}), (".webp", {"lossless": True}), (".tif", {})])
+def test_animated_images_are_named_and_not_trained_as_a_still(tmp_path: Path, suffix: str, settings: dict) -> None:
+    from PIL import Image
+
+    first, *rest = [Image.fromarray(paint(number, 48, 64)) for number in range(5)]
+    first.save(tmp_path / f"a{suffix}", save_all=True, append_images=rest, **settings)
+    with pytest.raises(MediaError, match="holds 5 images, of which a still would show one"):
+        read_image(tmp_path / f"a{suffix}")
+    first.save(tmp_path / f"b{suffix}", **settings)
+    assert read_image(tmp_path / f"b{suffix}").shape == (48, 64, 3)

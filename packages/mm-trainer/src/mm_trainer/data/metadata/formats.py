@@ -8,15 +8,15 @@ from __future__ import annotations
 import csv
 import gc
 import json
-import os
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from mm_trainer.data.metadata.columns import CHUNK
+from mm_trainer.data.metadata.folder import MissingCaptions, read_folder
 from mm_trainer.data.metadata.table import (
     ABSENT,
     Table,
@@ -27,10 +27,14 @@ from mm_trainer.data.metadata.table import (
 )
 from mm_trainer.errors import DataError
 
-VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif", ".ts"})
 
-
-def read_table(path: Path | str, *, require_caption: bool = True, paths: Sequence[str] = ()) -> Table:
+def read_table(
+    path: Path | str,
+    *,
+    require_caption: bool = True,
+    paths: Sequence[str] = (),
+    missing_captions: MissingCaptions = "error",
+) -> Table:
     """Open metadata; the form follows from the suffix.
 
     Args:
@@ -39,6 +43,7 @@ def read_table(path: Path | str, *, require_caption: bool = True, paths: Sequenc
             annotation's paths count from the folder; both count from the ``.txt``'s own folder).
         require_caption: refuse rows without a caption column (for models that read no text: False).
         paths: further columns of paths to look for, besides the clip's own.
+        missing_captions: what becomes of clips in a folder that have no caption file.
 
     Raises:
         DataError: missing file, unknown form, missing column, or a value that can't be used, with file, line and
@@ -47,7 +52,7 @@ def read_table(path: Path | str, *, require_caption: bool = True, paths: Sequenc
     path = Path(path)
     with _no_garbage_collection():
         if path.is_dir():
-            return _read_folder(path, require_caption)
+            return read_folder(path, require_caption=require_caption, missing=missing_captions)
         if path.suffix.lower() == ".txt":
             return _read_list(path, require_caption, paths)
         return _read_file(path, require_caption, prefix="", paths=paths)
@@ -92,7 +97,7 @@ def _not_utf8(path: Path) -> DataError:
 
 
 def _read_csv(path: Path, builder: TableBuilder, require_caption: bool) -> None:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
         reader = csv.reader(file, strict=True)
         header = [name.strip() for name in next(reader, [])]
         found = _name_columns(builder, header, f"{path}:1", require_caption)
@@ -130,7 +135,28 @@ def _csv_chunks(path: Path, reader: Any) -> Iterator[tuple[Sequence[int], list[l
             if rows:
                 yield lines, rows
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: {error}") from error
+        raise DataError(f"{path}:{_line_of_bad_row(path)}: {error}; is a quote not closed?") from error
+
+
+def _line_of_bad_row(path: Path) -> int:
+    """Where the first row begins that can't be parsed; the parser itself notices lines later."""
+    last = 0
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        with suppress(csv.Error):
+            for _ in reader:
+                last = reader.line_num
+    return last + 1
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Captions may be longer than the 131,072 characters that Python's parser allows by default."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _read_jsonl(path: Path, builder: TableBuilder, require_caption: bool) -> None:
@@ -236,40 +262,3 @@ def _read_list(path: Path, require_caption: bool, paths: Sequence[str]) -> Table
     if not tables:
         raise DataError(f"{path}: no rows, so there is nothing to train on")
     return join_tables(tables)
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """All files but hidden ones, through links to folders too; a folder reached twice is read once."""
-    seen = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in files if not name.startswith("."))
-
-
-def _read_folder(path: Path, require_caption: bool) -> Table:
-    files = sorted(file for file in _files_below(path) if file.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES)
-    builder = TableBuilder(path)
-    builder.names = {"media": "file", "caption": "caption file"}
-    captions = []
-    for file in files:
-        sidecar = file.with_suffix(".txt")
-        if sidecar.is_file():
-            try:
-                captions.append(sidecar.read_text(encoding="utf-8-sig").strip())
-            except UnicodeDecodeError as error:
-                raise DataError(f"{sidecar}: not UTF-8: {error.reason} at offset {error.start}") from error
-        elif require_caption:
-            raise DataError(f"{file}: its caption file {sidecar.name} is missing")
-        else:
-            captions.append("")
-    if files:
-        media = [str(file.relative_to(path)) for file in files]
-        builder.add({"media": media, "caption": captions}, range(1, len(files) + 1))
-    return builder.build()
-
-
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})

@@ -65,7 +65,10 @@ class VideoDataset:
         name = self.options.processor
         self.processor: ClipProcessor | None = None if name is None else registry.load_clip_processor(name)
         self.table = read_table(
-            self.options.data_path, require_caption=context.tokenizer is not None, paths=self._columns
+            self.options.data_path,
+            require_caption=context.tokenizer is not None,
+            paths=self._columns,
+            missing_captions=self.options.missing_captions,
         )
         self._check_captions()
         path = self.options.data_path

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mm_trainer import registry
 from mm_trainer.contracts.spec import InputSpec, Options
+from mm_trainer.data.metadata.folder import MissingCaptions
 from mm_trainer.data.video.buckets import Bucket, BudgetBuckets, FixedBuckets, check_bucket, parse_buckets
 from mm_trainer.data.video.captions import TextCleaning
 from mm_trainer.errors import DataError, FieldError, PluginError
@@ -42,6 +43,8 @@ class VideoOptions(Options):
     """Probability of mirroring a clip left to right."""
     caption_dropout: Probability = 0.0
     """Probability of an empty caption."""
+    missing_captions: MissingCaptions = "error"
+    """What becomes of clips in a folder that have no caption file: an error, an empty caption, or left out."""
     clean_text: TextCleaning | None = None
     """Cleaning before the model's own tokenise step; see `mm_trainer.data.video.captions`."""
     processor: str | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mm_trainer.data.metadata.formats import IMAGE_SUFFIXES
+from mm_trainer.data.metadata.folder import IMAGE_SUFFIXES
 from mm_trainer.data.video.buckets import Crop
 from mm_trainer.data.video.decoding import (
     RATE_TOLERANCE,
@@ -179,6 +179,9 @@ def read_image(path: str | Path) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
     with open_image(path) as file:
+        frames = getattr(file, "n_frames", 1)
+        if frames > 1 and file.format != "MPO":  # phones keep a preview or a second eye beside a still
+            raise MediaError(f"holds {frames} images, of which a still would show one: make a video of them")
         image: Image.Image = ImageOps.exif_transpose(file)
         if image.mode in ("I;16", "I;16B", "I;16L", "I"):
             grey = np.clip(np.asarray(image, dtype=np.int64) // 257, 0, 255).astype(np.uint8)
