@@ -210,6 +210,16 @@ class TupleRows(Rows):
         return torch.ones(4), index
 
 
+class RaisingLoad(Rows):
+    def load(self, index: int, sample_key: int) -> Any:
+        raise KeyError("caption")
+
+
+class MixedTypes(Rows):
+    def load(self, index: int, sample_key: int) -> Any:
+        return {**super().load(index, sample_key), "width": (1, None)[sample_key % 2]}
+
+
 class Alone(ModelContainer):
     checkpoint_submodels = ("predictor",)
     pipeline_id = "mistaken_abstract"
@@ -287,4 +297,6 @@ mistaken_rows = mistaken_plugin:Rows
 no_length = mistaken_plugin:NoLength
 raising_rows = mistaken_plugin:RaisingRows
 tuple_rows = mistaken_plugin:TupleRows
+raising_load = mistaken_plugin:RaisingLoad
+mixed_types = mistaken_plugin:MixedTypes
 """

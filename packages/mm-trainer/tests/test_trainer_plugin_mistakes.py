@@ -58,6 +58,11 @@ FOUND_BY_A_STEP: dict[str, tuple[str, str]] = {
         "model",
         r"2 of 4 tensors differ after an export and a load: layer.bias, layer.weight; does weight_",
     ),
+    "raising_load": (
+        "data",
+        r"RaisingLoad\): reading the first micro-batch failed: KeyError: 'caption' \(.*plugin.py:",
+    ),
+    "mixed_types": ("data", r"samples of one batch differ in the type of width: NoneType, int"),
     "not_a_number": ("model", r"NotANumber\): the loss of the first micro-batch is inf"),
 }
 
@@ -142,3 +147,28 @@ def test_what_only_a_step_can_tell(run_ranks, distribution: Path, tmp_path: Path
     assert code == 2, said
     (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert re.search(FOUND_BY_A_STEP[mistake][1], error), error
+
+
+def check_twice(rank: int, world_size: int, folder: str, files: list[str]) -> list[str]:
+    from mm_trainer.errors import InputError
+    from mm_trainer.testing import check_plugin
+
+    sys.path.insert(0, folder)
+    said = []
+    for file in files:
+        try:
+            said += check_plugin(file)[-1:]
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_check_that_fails_leaves_nothing_for_the_next_one(run_ranks, distribution: Path, tmp_path: Path) -> None:
+    """A plugin's test session has more than one test."""
+    files = []
+    for name in ("vector_loss", "right"):
+        files.append(str(tmp_path / f"{name}.yaml"))
+        Path(files[-1]).write_text(yaml.safe_dump(configuration(name, tmp_path / "run")), encoding="utf-8")
+    first, second = run_ranks(check_twice, 1, str(distribution), files, init_process_group=False)[0]
+    assert "the loss must be one floating-point number" in first
+    assert second == "recompute on: loss and gradients equal"

@@ -43,6 +43,8 @@ def check_plugin(config: str | Path | Mapping[str, Any], *overrides: str, world_
             if check_step(str(config), overrides, world_size):
                 raise InputError(f"the check failed on {world_size} ranks; what is wrong stands on stderr")
             return [f"checked on {world_size} ranks"]
+        import torch.distributed as dist
+
         from mm_trainer.commands.forward import run_checks
         from mm_trainer.commands.prepare import prepare
         from mm_trainer.config import load_config
@@ -50,5 +52,9 @@ def check_plugin(config: str | Path | Mapping[str, Any], *overrides: str, world_
 
         loaded = load_config(str(config), overrides)
         prepared = prepare(load_config(str(config), [*overrides, *tiny_overrides(loaded, folder / "run")]), world_size)
-        with process_group(None, "cpu", timeout_s=prepared.config.parallel.timeout_s):
-            return run_checks(prepared)
+        try:
+            with process_group(None, "cpu", timeout_s=prepared.config.parallel.timeout_s):
+                return run_checks(prepared)
+        finally:
+            if dist.is_initialized():  # after a failure, so that the next check in this process finds none
+                dist.destroy_process_group()

@@ -96,7 +96,8 @@ class _Check:
         mesh = ParallelMesh.build(config.mesh, device_type="cpu")
         structure = prepared.structure
         spec = InputSpec() if structure is None else structure.model.input_spec()
-        batch = next(iter(build_loader(config, prepared.bound, mesh, spec)))
+        with registry.blaming(prepared.bound.datasets[0].factory, "reading the first micro-batch"):
+            batch = next(iter(build_loader(config, prepared.bound, mesh, spec)))
         bound, cut = (prepared.bound, ()) if "conditions" in batch else _cut_models(prepared.bound)
         return cls(prepared, mesh, bound, _cut_clips(batch, spec) if cut else batch, cut)
 

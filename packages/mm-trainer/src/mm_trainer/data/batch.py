@@ -26,7 +26,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stack what can be stacked: tensors, arrays and numbers to tensors, mappings entry by entry, the rest to lists.
 
     Raises:
-        ValueError: samples differ in their entries or in a tensor's shape; names the entry.
+        ValueError: samples differ in their entries, in a tensor's shape or in a value's type; names the entry.
     """
     return _collate_mappings(samples, path="")
 
@@ -55,6 +55,9 @@ def _collate_values(values: list[Any], path: str) -> Any:
             raise ValueError(f"samples of one batch differ in the dtype of {path}")
         return torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)  # without a copy
     if isinstance(first, (bool, int, float)):
+        if not all(isinstance(value, (bool, int, float)) for value in values):
+            kinds = sorted({type(value).__name__ for value in values})
+            raise ValueError(f"samples of one batch differ in the type of {path}: {', '.join(kinds)}")
         return torch.tensor(values)
     return values
 

@@ -46,8 +46,8 @@ def read_folder(path: Path, *, require_caption: bool, missing: MissingCaptions) 
     without = [file for file in media if _stem(file) not in sidecars]
     if require_caption and without and missing == "error":
         raise DataError(
-            f"{path}: {len(without)} of {len(media)} clips have no caption file: {_named(path, without)}; write them or "
-            "set missing_captions to empty or skip"
+            f"{path}: {len(without)} of {len(media)} clips have no caption file: {_named(path, without)}; write them "
+            "or set missing_captions to empty or skip"
         )
     if require_caption and without:
         what = "are left out" if missing == "skip" else "get an empty caption"
