@@ -115,7 +115,7 @@ def test_folder_with_sidecar_texts(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     write(tmp_path / "b.txt", "a picture\n", bom=True)
-    with pytest.raises(DataError, match=r"1 of 2 clips have no caption file: sub/a\.mp4; write them, or set missing_"):
+    with pytest.raises(DataError, match=r"1 of 2 clips have no caption file: sub/a\.mp4; write them or set missing_"):
         read_table(tmp_path)
     write(tmp_path / "sub/a.txt", "a clip")
     table = read_table(tmp_path)
