@@ -97,15 +97,9 @@ def check(path: Path, frames: int = FRAMES) -> None:
         assert numbers_at(path, times) == wanted, (start, step)
 
 
-def chosen(case: Case) -> bool:
-    """A part of the matrix for every run: each container and each codec at least once, and what went wrong."""
-    first = {(c[0], c[2]): c for c in reversed(CASES)}.values()
-    return case in first or case[1] in ("libsvtav1", "libx264") or case[0] == "avi"
-
-
 @pytest.mark.parametrize(
     ("suffix", "codec", "order"),
-    [pytest.param(*case, marks=() if chosen(case) else pytest.mark.slow, id="-".join(case)) for case in CASES],
+    [pytest.param(*case, id="-".join(case)) for case in CASES],
 )
 def test_the_right_frames(tmp_path: Path, suffix: str, codec: str, order: str) -> None:
     options = (B_FRAMES if order == "reordered" else WITHOUT)[codec]

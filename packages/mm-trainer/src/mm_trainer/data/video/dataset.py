@@ -214,6 +214,7 @@ class VideoDataset:
             crop=cover(bucket, height=info.height, width=info.width, across=across, down=down),
             times=tuple(first + number / rate for number in range(bucket.frames)),
             flip=flip < self.options.flip,
+            hdr=self.options.hdr,
         )
 
     def _caption(self, row: int, sample_key: int) -> str:

@@ -12,6 +12,7 @@ from mm_trainer.contracts.spec import InputSpec, Options
 from mm_trainer.data.metadata.folder import MissingCaptions
 from mm_trainer.data.video.buckets import Bucket, BudgetBuckets, FixedBuckets, check_bucket, parse_buckets
 from mm_trainer.data.video.captions import TextCleaning
+from mm_trainer.data.video.colour import Hdr
 from mm_trainer.errors import DataError, FieldError, PluginError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -43,6 +44,8 @@ class VideoOptions(Options):
     """Probability of mirroring a clip left to right."""
     caption_dropout: Probability = 0.0
     """Probability of an empty caption."""
+    hdr: Hdr = "tonemap"
+    """HDR clips are shown as SDR, are bad samples (skip), or stop the run (error)."""
     missing_captions: MissingCaptions = "error"
     """What becomes of clips in a folder that have no caption file: an error, an empty caption, or left out."""
     clean_text: TextCleaning | None = None

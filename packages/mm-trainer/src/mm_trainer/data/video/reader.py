@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mm_trainer.data.metadata.folder import IMAGE_SUFFIXES
 from mm_trainer.data.video.buckets import Crop
+from mm_trainer.data.video.colour import PQ, Hdr, is_deep, settle, to_sdr, transfer_of
 from mm_trainer.data.video.decoding import (
     RATE_TOLERANCE,
     Doubt,
@@ -29,6 +30,7 @@ from mm_trainer.data.video.decoding import (
     sure_frames,
 )
 from mm_trainer.data.video.safe_open import MediaError, open_image, open_video
+from mm_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -112,6 +114,7 @@ def read_frames(
     crop: Crop,
     *,
     aspect: float | None = None,
+    hdr: Hdr = "tonemap",
     on_slow: Callable[[], None] | None = None,
 ) -> NDArray[np.uint8]:
     """The frames shown at the given times, resized and cropped.
@@ -121,33 +124,36 @@ def read_frames(
         times: ascending, in seconds from the clip's first frame.
         crop: size to bring the whole (upright) frame to, and the part of it to keep.
         aspect: width over height according to the metadata; None: not compared.
+        hdr: what becomes of HDR: shown as SDR, a reason not to use the file, or to stop.
         on_slow: called if the file had to be decoded from its start.
 
     Returns:
         (3, F, H, W) RGB.
 
     Raises:
-        MediaError: the file can't be opened or decoded, it ends before the last wanted time, or it has another aspect.
+        MediaError: the file can't be opened or decoded, it ends before the last wanted time, it has another aspect, or
+            it is HDR and that is a reason.
+        DataError: it is HDR, and that is to stop the run.
     """
     from av.error import FFmpegError
 
     with open_video(path) as (container, stream):
         try:
-            return _take(nearest(fast_frames(container, stream, times), times, Doubt), stream, times, crop, aspect)
+            frames = nearest(fast_frames(container, stream, times), times, Doubt)
+            return _take(frames, stream, len(times), _Scaler(crop, hdr), aspect)
         except (Doubt, FFmpegError):  # the sure way says what is wrong, if anything is
             if on_slow is not None:
                 on_slow()
     with open_video(path) as (container, stream):
         fps = measure(container, stream).fps
     with open_video(path) as (container, stream):
-        return _take(nearest(sure_frames(container, stream, fps), times), stream, times, crop, aspect)
+        frames = nearest(sure_frames(container, stream, fps), times)
+        return _take(frames, stream, len(times), _Scaler(crop, hdr), aspect)
 
 
-def _take(
-    frames: Iterator[Any], stream: Any, times: Sequence[float], crop: Crop, aspect: float | None
-) -> NDArray[np.uint8]:
-    scale = _Scaler(crop)
-    out = np.empty((3, len(times), crop.kept_height, crop.kept_width), dtype=np.uint8)
+def _take(frames: Iterator[Any], stream: Any, count: int, scale: _Scaler, aspect: float | None) -> NDArray[np.uint8]:
+    crop = scale.crop
+    out = np.empty((3, count, crop.kept_height, crop.kept_width), dtype=np.uint8)
     previous: Any = None
     for slot, frame in enumerate(frames):
         if previous is None and aspect is not None:
@@ -202,27 +208,54 @@ def _image_size(path: str | Path) -> tuple[int, int]:
 class _Scaler:
     """Brings frames to RGB and to size, and keeps a part of them; one scaler context for all frames of a clip."""
 
-    def __init__(self, crop: Crop) -> None:
-        from av.video.reformatter import VideoReformatter
+    def __init__(self, crop: Crop, hdr: Hdr = "tonemap") -> None:
+        from av.video.reformatter import Interpolation, VideoReformatter
 
-        self.crop, self._reformatter = crop, VideoReformatter()
+        self.crop, self.hdr, self._reformatter = crop, hdr, VideoReformatter()
+        self._quick = Interpolation.BICUBIC
+        self._exact = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+        self._exact |= Interpolation.FULL_CHR_H_INP
 
     def __call__(self, frame: Any, out: NDArray[np.uint8]) -> None:
         """Write the kept part of a frame into ``out`` (3, H, W)."""
+        settle(frame)
         crop, turns = self.crop, round(frame.rotation / 90) % 4
         height, width = (crop.width, crop.height) if turns % 2 else (crop.height, crop.width)
+        transfer = transfer_of(frame)
+        if transfer is None:
+            planes = self._planes(frame, height, width)
+        else:
+            self._check_allowed(transfer)
+            planes = list(np.moveaxis(to_sdr(self._code(frame, height, width), transfer), -1, 0))
+        for channel, plane in enumerate(np.rot90(plane, turns) for plane in planes):
+            out[channel] = plane[crop.top : crop.top + crop.kept_height, crop.left : crop.left + crop.kept_width]
+
+    def _planes(self, frame: Any, height: int, width: int) -> list[NDArray[np.uint8]]:
+        """Red, green and blue, (H, W) each, alpha over white."""
         has_alpha = any(component.is_alpha for component in frame.format.components)
+        how = self._exact if is_deep(frame) else self._quick
         # Planar output is the faster one, and it is what the model reads.
         scaled = self._reformatter.reformat(
-            frame, width, height, "gbrap" if has_alpha else "gbrp", interpolation="BICUBIC", threads=1
+            frame, width, height, "gbrap" if has_alpha else "gbrp", interpolation=how, threads=1
         )
         buffers = [np.frombuffer(memoryview(plane), np.uint8) for plane in scaled.planes]
         planes = [buffer.reshape(height, -1)[:, :width] for buffer in buffers]
         if has_alpha:
             planes = [_over_white(plane, planes[3]) for plane in planes[:3]]
-        green, blue, red = (np.rot90(plane, turns) for plane in planes)
-        for channel, plane in enumerate((red, green, blue)):
-            out[channel] = plane[crop.top : crop.top + crop.kept_height, crop.left : crop.left + crop.kept_width]
+        green, blue, red = planes
+        return [red, green, blue]
+
+    def _code(self, frame: Any, height: int, width: int) -> NDArray[np.uint16]:
+        """(H, W, 3) RGB as the file encodes it, 16 bits."""
+        scaled = self._reformatter.reformat(frame, width, height, "rgb48le", interpolation=self._exact, threads=1)
+        return scaled.to_ndarray().astype(np.uint16, copy=False)
+
+    def _check_allowed(self, transfer: int) -> None:
+        name = "PQ" if transfer == PQ else "HLG"
+        if self.hdr == "error":
+            raise DataError(f"a clip is HDR ({name}), and hdr: error stops the run; tonemap shows it as SDR")
+        if self.hdr == "skip":
+            raise MediaError(f"HDR ({name}), which hdr: skip leaves out")
 
 
 def _over_white(plane: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> NDArray[np.uint8]:

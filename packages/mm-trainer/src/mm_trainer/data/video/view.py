@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mm_trainer.data.video.buckets import Bucket, Crop
+from mm_trainer.data.video.colour import Hdr
 from mm_trainer.data.video.reader import check_aspect, is_image, read_frames, read_image, read_still
 
 
@@ -23,6 +24,8 @@ class View:
     """Seconds from the file's start, one per frame."""
     flip: bool
     """Mirrored left to right."""
+    hdr: Hdr = "tonemap"
+    """What becomes of HDR."""
 
 
 def read_view(
@@ -45,7 +48,7 @@ def read_view(
             check_aspect(image.shape[0], image.shape[1], aspect)
         frames = np.repeat(read_still(image, view.crop), len(view.times), axis=1)
     else:
-        frames = read_frames(path, view.times, view.crop, aspect=aspect, on_slow=on_slow)
+        frames = read_frames(path, view.times, view.crop, aspect=aspect, hdr=view.hdr, on_slow=on_slow)
     return np.ascontiguousarray(frames[..., ::-1]) if view.flip else frames
 
 
