@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRAIN, VALIDATION = "train", "validation"
 """Folders in the cache, one per data set of the configuration."""
-NOT_CONDITIONS = frozenset({"data_path", "data_folder", "caption_dropout"})
+NOT_CONDITIONS = frozenset({"data_path", "data_folder", "caption_dropout", "missing_captions"})
 """Keys of a data set that change which samples there are, or what is done after the cache, but no condition."""
 PROBE = "A probe:  naïve café, “quoted” &amp;amp; <b>tagged</b>\n\n42 %"
 """Text whose tokens tell one tokenise step, cleaning included, from another."""
