@@ -72,7 +72,8 @@ def test_a_set_is_reported_and_shown(tmp_path: Path) -> None:
     assert "6 of 9" in text
     assert "too short" in text
     assert "gone.mp4" in text
-    write_contact_sheet(result.glimpses, tmp_path / "sheet.png")
+    assert {glimpse.name for glimpse in result.glimpses} <= {path.name for path in tmp_path.iterdir()}
+    write_contact_sheet(result.glimpses, tmp_path / "sheet.png", samples=result.report.rows)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     assert sheet.shape[0] > 3 * THUMBNAIL
     assert sheet.std() > 10

@@ -60,7 +60,7 @@ def scan_data(prepared: Prepared, sheet: Path, console: Console) -> None:
         console.print(table)
     if not result.buckets:
         raise DataError("no sample can be used")
-    write_contact_sheet(result.glimpses, sheet)
+    write_contact_sheet(result.glimpses, sheet, samples=result.report.rows)
     console.print(f"what the model will see: {sheet}", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from mm_trainer.contracts.dataset import MapDataset
 from mm_trainer.data.loader import WorkerOptions, make_torch_loader, sample_table
 from mm_trainer.data.order import DataOrder
-from mm_trainer.data.report import CountsSlowReads, DataReport, copy_report
+from mm_trainer.data.report import CountsSlowReads, DataReport, Naming, copy_report
 from mm_trainer.errors import BadSample
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Glimpse:
     text_full: bool = False
     """Its prompt fills all positions that the text encoder takes, so the rest, if there is any, is cut."""
     caption: str = ""
+    name: str = ""
+    """The file, as the metadata has it, where the data set knows names."""
     slow: bool = False
     """Its times can't be trusted, so it was decoded from the start."""
     frames: NDArray[np.uint8] | None = None
@@ -93,6 +95,7 @@ class _Glimpser:
             None,
             text_full=isinstance(mask, Tensor) and bool(mask.all()),
             caption=str(sample.get("caption", "")),
+            name=self.dataset.name(index) if isinstance(self.dataset, Naming) else "",
             slow=self._slow_reads() > before,
             frames=_thumbnails(sample) if index in self.shown else None,
         )
