@@ -62,7 +62,8 @@ class UMT5TextEncoder(BaseModel[TextEncoderOptions]):
     def architecture_fields(cls) -> Collection[str]:
         from transformers import UMT5Config
 
-        return UMT5Config().to_dict().keys()
+        # The last two stand in files of some versions of transformers only.
+        return {*UMT5Config().to_dict(), "torch_dtype", "attn_implementation"}
 
     @classmethod
     def tiny_architecture(cls, architecture: Mapping[str, Any]) -> dict[str, Any]:

@@ -256,10 +256,16 @@ def _cut_models(bound: BoundConfig) -> tuple[BoundConfig, tuple[str, ...]]:
         tiny = kind.tiny_architecture(kind.read_architecture(spec)) if _has_architecture(spec) else None
         if tiny is None:
             return bound, ()
-        specs[name] = replace(spec, architecture=tiny, weights=None, meta_init=True)
+        specs[name] = replace(spec, architecture=_known(tiny, kind), weights=None, meta_init=True)
         if kind.init_weights is BaseModel.init_weights:
             classes[name] = _with_init(kind)
     return replace(bound, specs=specs, model_classes=classes), tuple(specs)
+
+
+def _known(shapes: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Without what only the file says: as ``architecture``, a key that the class doesn't know would be refused."""
+    fields = kind.architecture_fields()
+    return {key: value for key, value in shapes.items() if not fields or key in fields}
 
 
 def _has_architecture(spec: ModelSpec) -> bool:
