@@ -22,7 +22,7 @@ from mm_trainer.errors import DataError
 
 def write_flat(
     path: Path,
-    planes: tuple[int, int, int],
+    planes: tuple[int, ...],
     *,
     pix_fmt: str = "yuv420p10le",
     size: tuple[int, int] = (48, 64),
@@ -64,6 +64,30 @@ def test_hdr_grey_is_shown_as_an_sdr_display_would(tmp_path: Path, transfer: int
     """It was read as SDR: white came out at 148 (PQ) or 191 (HLG)."""
     path = write_flat(tmp_path / "hdr.mkv", (luma, 512, 512), color_trc=transfer, **HDR)
     assert np.abs(np.array(colour_of(path)) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(48, 64), (720, 1280)])
+def test_hdr_without_a_matrix_has_the_hue_of_one_that_states_it(tmp_path: Path, size: tuple[int, int]) -> None:
+    saturated = (300, 450, 700)
+    stated = write_flat(tmp_path / "stated.mkv", saturated, size=size, color_trc=PQ, **HDR)
+    silent = write_flat(tmp_path / "silent.mkv", saturated, size=size, color_trc=PQ)
+    red, green, blue = colour_of(stated, size)
+    assert red > max(green, blue) + 50
+    assert colour_of(silent, size) == [red, green, blue]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0, 255), (1023, 143)])
+def test_hdr_with_alpha_lies_over_white(tmp_path: Path, alpha: int, expected: int) -> None:
+    planes = (502, 512, 512, alpha)
+    path = write_flat(tmp_path / "a.mkv", planes, pix_fmt="yuva444p10le", color_trc=HLG, **HDR)
+    assert np.abs(np.array(colour_of(path)) - expected).max() <= 1
+
+
+def test_an_rgb_matrix_on_a_frame_that_is_not_rgb_states_nothing(tmp_path: Path) -> None:
+    path = write_flat(tmp_path / "a.mkv", (63, 102, 240), pix_fmt="yuv420p", size=(720, 1280), colorspace=0)
+    red, green, blue = colour_of(path, (720, 1280))
+    assert red >= 252
+    assert max(green, blue) <= 3
 
 
 def test_the_curve_is_that_of_the_standard() -> None:

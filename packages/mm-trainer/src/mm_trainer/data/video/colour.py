@@ -25,7 +25,7 @@ Hdr = Literal["tonemap", "skip", "error"]
 
 PQ, HLG = 16, 18
 """``color_trc`` of HDR, as ITU-T H.273 numbers it."""
-UNSPECIFIED, BT_709 = 2, 1
+IDENTITY, BT_709, UNSPECIFIED, BT_2020 = 0, 1, 2, 9
 NOT_UNDONE = {
     3: "a reserved matrix",
     8: "YCgCo",
@@ -46,16 +46,21 @@ LUMA_2020 = np.array([0.2627, 0.6780, 0.0593], np.float32)
 
 
 def settle(frame: Any) -> None:
-    """State the matrix of a frame that doesn't, by its size.
+    """State the matrix of a frame that doesn't, by its transfer and primaries, else by its size.
 
     Raises:
         MediaError: its colours can't be converted.
     """
+    if frame.format.is_rgb:
+        return
     matrix = int(frame.colorspace)
     if matrix in NOT_UNDONE:
         raise MediaError(f"its colours are stored as {NOT_UNDONE[matrix]}, which can't be converted here")
-    if matrix == UNSPECIFIED and (frame.width >= HD_WIDTH or frame.height > HD_HEIGHT):
-        frame.colorspace = BT_709
+    if matrix in (UNSPECIFIED, IDENTITY):  # which says RGB, and the frame isn't
+        if transfer_of(frame) is not None or int(frame.color_primaries) == BT_2020:
+            frame.colorspace = BT_2020
+        elif frame.width >= HD_WIDTH or frame.height > HD_HEIGHT:
+            frame.colorspace = BT_709
 
 
 def transfer_of(frame: Any) -> int | None:

@@ -251,3 +251,5 @@ class _SampleFiles:
             return torch.from_numpy(reader(file))
         except MediaError as error:
             raise BadSample(f"{self.dataset.table.where(self.row, column)}: {file}", str(error)) from error
+        except DataError as error:
+            raise DataError(f"{self.dataset.table.where(self.row, column)}: {file}: {error}") from error

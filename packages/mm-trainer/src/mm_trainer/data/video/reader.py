@@ -226,7 +226,10 @@ class _Scaler:
             planes = self._planes(frame, height, width)
         else:
             self._check_allowed(transfer)
-            planes = list(np.moveaxis(to_sdr(self._code(frame, height, width), transfer), -1, 0))
+            code = self._code(frame, height, width)
+            planes = list(np.moveaxis(to_sdr(code[..., :3], transfer), -1, 0))
+            if code.shape[-1] == 4:
+                planes = [_over_white(plane, (code[..., 3] // 257).astype(np.uint8)) for plane in planes]
         for channel, plane in enumerate(np.rot90(plane, turns) for plane in planes):
             out[channel] = plane[crop.top : crop.top + crop.kept_height, crop.left : crop.left + crop.kept_width]
 
@@ -246,8 +249,10 @@ class _Scaler:
         return [red, green, blue]
 
     def _code(self, frame: Any, height: int, width: int) -> NDArray[np.uint16]:
-        """(H, W, 3) RGB as the file encodes it, 16 bits."""
-        scaled = self._reformatter.reformat(frame, width, height, "rgb48le", interpolation=self._exact, threads=1)
+        """(H, W, 3) RGB or (H, W, 4) with alpha, as the file encodes it, 16 bits."""
+        has_alpha = any(component.is_alpha for component in frame.format.components)
+        form = "rgba64le" if has_alpha else "rgb48le"
+        scaled = self._reformatter.reformat(frame, width, height, form, interpolation=self._exact, threads=1)
         return scaled.to_ndarray().astype(np.uint16, copy=False)
 
     def _check_allowed(self, transfer: int) -> None:
